@@ -570,6 +570,8 @@ class FlatRow(NamedTuple):
                 slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
                 divisors = torch.ones_like(slots) if repeats and divisors is not None else divisors
             count, length = batch.ids.shape
+            if (packed := batch.packed) is not None:  # each label stands where its document does
+                (count, length), rows, columns = packed.shape, packed.rows[rows], columns + packed.shifts[rows]
             shape, own, in_batch = (count, length), readers[mine], rows * (length - 1) + columns
             reads = tree.reads(batch) if balances else None
             found[number] = cls(ids, positions, slots, tokens, own, in_batch, shape, repeats, reads, divisors)

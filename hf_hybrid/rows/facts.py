@@ -22,7 +22,7 @@ from hf_hybrid.rows.images import NAMES, encoder_of
 from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.recurrent import again, layers_with_state
 from hf_hybrid.rows.router_loss import OPTION, Router
-from hf_hybrid.rows.tree import Batch, Row, Tree
+from hf_hybrid.rows.tree import Batch, Packed, Row, Tree
 from hf_hybrid.run.trainer_view import module_of_user, own_forward
 from hf_hybrid.streaming.layers import base_model
 
@@ -316,5 +316,20 @@ class ModelFacts:
         """Whether rows of this length have been compared, as far as windows of attention go."""
         return self.compared > 0 and (self.compared > self.window or longest <= self.window)
 
-    def note_compared(self, longest: int, images: bool = False) -> None:
+    def note_compared(self, longest: int, packed: Batch | None = None, images: bool = False) -> None:
         self.compared, self.compared_images = max(self.compared, longest), self.compared_images or images
+        if packed is not None and packed.packed is not None:
+            self.compared_packed.add(self._kind_of(packed.packed))
+
+    def unknown_packed(self, batches: Sequence[Batch]) -> Batch | None:
+        """Return a batch with several documents in a row, of a kind that was not compared with its documents yet."""
+        for batch in batches:
+            if (packed := batch.packed) is None or len(packed.rows.unique()) == len(packed.rows):
+                continue
+            if self._kind_of(packed) not in self.compared_packed:
+                return batch
+        return None
+
+    def _kind_of(self, packed: Packed) -> tuple:
+        """Return what decides whether transformers keeps the documents of a packed batch apart."""
+        return packed.given.get("attention_mask") is not None, getattr(self.base.config, "use_cache", None)

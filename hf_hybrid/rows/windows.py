@@ -31,27 +31,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.attention import FlatRow
-from hf_hybrid.rows.costs import WORTH, share_saved
+from hf_hybrid.rows.costs import share_saved
 from hf_hybrid.rows.exchange import DIVISORS, MICRO_BATCHES, Copied, Exchange, Seen, seen_now
 from hf_hybrid.rows.facts import ModelFacts, Plan, dropout_of
+from hf_hybrid.rows.foreseen import LITTLE, Foreseen
 from hf_hybrid.rows.images import FIRST, in_turn
 from hf_hybrid.rows.recurrent import layers_with_state
 from hf_hybrid.rows.tree import (
     IGNORED,
+    IMAGES,
     LEAST,
+    PACKED,
     WORD,
     Batch,
     Row,
@@ -65,33 +66,20 @@ from hf_hybrid.rows.tree import (
     reason_not_documents,
     reason_not_rows,
 )
-from hf_hybrid.run.run import RandomStates, Run
+from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses, unknown_loss
 
-
-class Foreseen(NamedTuple):
-    """What a run would save in some windows, as far as options, model and rows tell before it begins."""
-
-    reason: str | None = None  # why nothing is saved
-    shared: float = 0.0  # share of the tokens in shared prefixes or without influence on a label
-    padding: float = 0.0  # share of padding; both shares are of the padded rows
-    but: tuple[str, ...] = ()  # what is computed again all the same, or left as it is, in clauses
-
-
-WINDOWS, ROWS_READ = 4, 512
-"""Windows from which [`foresee`] says what a run saves, and the most rows that it reads for that."""
 REMEMBERED = 200_000
 """Tokens of the first windows that are kept, to say what their rows would share if they all stood together."""
 WITHOUT_LAUNCHES = ("cpu",)
 """Devices whose windows are merged as far as padded rows allow, however large the micro-batches are."""
-LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
 NO_LABEL = "no token of this batch has a label"
 
 
 def reason_not_window(window: Sequence[Any], facts: ModelFacts) -> str | None:
     """Return why a batch of a window is not rows that this room can read, as far as its form tells."""
     for inputs in window:
-        if (reason := reason_not_rows(inputs, facts.of_images, packed=True)) is not None:
+        if (reason := reason_not_rows(inputs, facts.of_images)) is not None:
             return reason
     return None
 
@@ -241,10 +229,8 @@ class SharedWindows(Exchange):
             self.fallbacks.cannot_be_exact(reason := batches)
             batches = []
         apart = reason is None and self._find_apart(step, facts)
-        if any(batch.packed is not None for batch in batches):
-            reason = next(filter(None, map(reason_not_documents, step.on_host)), None)
-            if (reason := "code of yours sees each packed row by itself" if apart else reason) is not None:
-                self.fallbacks.cannot_be_exact(reason)
+        if reason is None and (reason := next(filter(None, map(reason_not_documents, step.on_host)), None)) is not None:
+            self.fallbacks.cannot_be_exact(reason)
         self._stays_apart = apart or (step.items is None and self._has_other_means())
         if step.items is None and not self._stays_apart:
             batches = [batch.as_mean() for batch in batches]
@@ -265,7 +251,7 @@ class SharedWindows(Exchange):
         """Return the batches of a window that is on the host, or why one cannot be read."""
         if facts.encoder is None:
             return batches_of(window)
-        coded = [self._with_images(facts, inputs, batch) for inputs, batch in zip(window, batches_of(window))]
+        coded = [self.with_images(facts, inputs, batch) for inputs, batch in zip(window, batches_of(window))]
         reasons = [reason for reason in coded if isinstance(reason, str)]
         return reasons[0] if reasons else [batch for batch in coded if isinstance(batch, Batch)]
 
@@ -317,7 +303,7 @@ class SharedWindows(Exchange):
         by_size = self._fewest if self.trainer.args.device.type in WITHOUT_LAUNCHES else self._divide
         most = min(max(places_of(batches)), self.facts_of(self.model).most_slots)
         # DDP waits for gradients of an encoder in the last micro-batch of a window, so images stay in theirs.
-        several = self.trainer.accelerator.num_processes > 1 and any(batch.images is not None for batch in batches)
+        several = self.trainer.accelerator.num_processes > 1 and any(map(IMAGES, batches))
         return functools.partial(by_batch if self._stays_apart or several else by_size, most=most)
 
     def _plan_window(self, batches: list[Batch]) -> Plan:
@@ -338,24 +324,12 @@ class SharedWindows(Exchange):
         merged = self._fewest(rows, max(sum(row.length for row in tree.rows) for tree in own), **options)
         return merged if costs.pays(merged, own) and len(merged) <= len(own) else own
 
-    def _unknown_packed(self, batches: list[Batch]) -> Batch | None:
-        """Return a batch with several documents in a row, of a kind that was not compared with its documents yet."""
-        for batch in batches:
-            if batch.packed is None or len(batch.packed.rows.unique()) == len(batch.packed.rows):
-                continue
-            if self._kind_of(batch) not in self.facts_of(self.model).compared_packed:
-                return batch
-        return None
-
-    def _kind_of(self, batch: Batch) -> tuple:
-        """Return what decides whether transformers keeps the documents of a packed batch apart."""
-        return batch.packed.given.get("attention_mask") is not None, getattr(self.model.config, "use_cache", None)
-
     def _agreed(self, plan: Plan, batches: list[Batch]) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
         trainer, longest = self.trainer, max((tree.longest for tree in plan.trees), default=0)
+        packed = self.facts_of(self.model).unknown_packed(batches) if any(map(PACKED, batches)) else None
         mine = [float(plan.reason is not None), plan.cost, plan.padded, float(len(plan.trees)), float(longest)]
-        mine += [float(self.reason_plain is not None), float(self._unknown_packed(batches) is not None)]
+        mine += [float(self.reason_plain is not None), float(packed is not None)]
         if trainer.accelerator.num_processes > 1:
             of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
             mine = of_all.amax(0).tolist()
@@ -373,17 +347,15 @@ class SharedWindows(Exchange):
         facts = self.facts_of(model)
         adds_up = facts.adds_up or self._is_fused
         # All processes make equally many passes: one that has no such batch takes another.
-        packed = (self._unknown_packed(batches) or batches[0]) if self._has_unknown else None
+        packed = (facts.unknown_packed(batches) or batches[0]) if self._has_unknown else None
         if self._has_compared(model, longest, batches) and adds_up and packed is None:
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
         of_packed = None if packed is None else (packed, Tree.of(packed.rows() or _nothing(batches)[1].rows))
         reason = self.comparison.reason_not_same(model, tree, batches, self._quiet_loss, device, of_packed)
-        if packed is not None and packed.packed is not None:
-            facts.compared_packed.add(self._kind_of(packed))
         if reason is None and not adds_up:
             reason = self.comparison.reason_no_sum(model, tree, batches, self._quiet_loss, device, counted)
-        facts.note_compared(longest, any(batch.images is not None for batch in batches))
+        facts.note_compared(longest, packed, any(map(IMAGES, batches)))
         if self.trainer.accelerator.num_processes > 1:
             failed = torch.tensor([float(reason is not None)], device=device)
             if self.trainer.accelerator.gather(failed).max() and reason is None:
@@ -492,15 +464,14 @@ class BalancedWindows(SharedWindows):
 
 @contextlib.contextmanager
 def quiet_metrics(trainer: Any) -> Generator[None]:
-    """Context whose losses leave no trace in the metrics that TRL's `compute_loss` collects."""
-    metrics = vars(trainer).get("_metrics")
-    if metrics is not None:
-        trainer._metrics = {mode: defaultdict(list) for mode in metrics}
+    """Context whose losses leave no trace in the metrics that TRL's `compute_loss` collects, tokens among them."""
+    kept = {name: vars(trainer)[name] for name in ("_metrics", "_total_train_tokens") if name in vars(trainer)}
+    if "_metrics" in kept:
+        trainer._metrics = {mode: defaultdict(list) for mode in kept["_metrics"]}
     try:
         yield
     finally:
-        if metrics is not None:
-            trainer._metrics = metrics
+        vars(trainer).update(kept)
 
 
 def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
@@ -514,26 +485,6 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
     return batch, Tree.of([Row(0, ids[0].numpy().astype(WORD).tobytes(), 1, 0, 0, 0, 0)])
 
 
-def foresee(trainer: Any) -> Foreseen | None:
-    """
-    Return what a run would save in its first windows, before it begins. `None` if that is found out in each step: rows
-    are no windows, or a stream, which is read once. Random generators are as before.
-    """
-    if trainer.rows is None:
-        return Foreseen("`share_rows` is off")
-    if not isinstance(trainer.rows, SharedWindows) or isinstance(trainer.train_dataset, IterableDataset):
-        return None
-    with RandomStates.now(trainer.args.device).again():
-        loader, accumulated = trainer.get_train_dataloader(), trainer.args.gradient_accumulation_steps
-        of_window = trainer.args.per_device_train_batch_size * accumulated
-        count = min(WINDOWS, max(ROWS_READ // of_window, 1)) * accumulated
-        batches = [
-            loader.collate_fn([loader.dataset[index] for index in chosen])
-            for chosen in itertools.islice(loader.batch_sampler, count)
-        ]
-    return trainer.rows.foresee([batches[n : n + accumulated] for n in range(0, len(batches), accumulated)])
-
-
 def reason_in_loss(trainer: TrainerView) -> str | None:
     """Return why a trainer's loss may read more than the model's."""
     if trainer.compute_loss_func is not None:
@@ -541,7 +492,7 @@ def reason_in_loss(trainer: TrainerView) -> str | None:
     if trainer.args.label_smoothing_factor:
         return f"`label_smoothing_factor={trainer.args.label_smoothing_factor}` reads logits of padded rows"
     if own := own_losses(trainer):
-        return f"`{own[0][1]}.compute_loss` may read more than the loss"
+        return f"`{'.'.join(own[0][1:])}` may read more than the loss"
     return None
 
 

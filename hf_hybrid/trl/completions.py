@@ -269,6 +269,7 @@ def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
     half = torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32
     try:
         with as_before(model, model.device):
+            model.eval()
             distance = apart(padded(two).logits, flat(two, two.prompts.tree(), facts).logits)
     except Exception as error:
         if is_out_of_memory(error):

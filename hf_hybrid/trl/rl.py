@@ -10,27 +10,30 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, hybrid_values, option, options_of
 from hf_hybrid.compat import trl_error
-from hf_hybrid.machine import PendingRead, sharding_of, shards_by_fsdp2
+from hf_hybrid.machine import PendingRead, device_memory, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.facts import Marks
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
+from hf_hybrid.rows.tree import Rows, rows_of_states
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.run.trainer_view import module_of_user, overridden
+from hf_hybrid.run.weights import gathered
 from hf_hybrid.saving.state import OWN
 from hf_hybrid.streaming.layers import base_model
 from hf_hybrid.trl.completions import indices
@@ -331,6 +334,20 @@ class HybridRLOOConfig(RolloutConfigBase, RLOOConfig):
 # Trainers.
 
 
+class PromptRows(Exchange):
+    """Shares the rows of completions. Before a run their prompts are known, which rollouts compute as one tree."""
+
+    unforeseen = ("these are shares of the tokens of prompts: completions are not there yet",)
+    tokens_of: Callable[[list], list[list[int]] | None]
+
+    def rows_foreseen(self, batch: Any) -> Rows | None:
+        if (prompts := self.tokens_of([row["prompt"] for row in batch])) is None:
+            return None
+        ids = [torch.tensor(row).flip(0) for row in prompts]
+        padded = [pad_sequence(t, batch_first=True).flip(1) for t in (ids, [torch.ones_like(row) for row in ids])]
+        return rows_of_states(dict(zip(("input_ids", "attention_mask"), padded)))
+
+
 class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible-method-override]
     """
     Common part of both trainers. It hands TRL's loss the planned micro-batches in place of TRL's own. `self.rollouts`
@@ -352,6 +369,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     """Which random numbers the model draws in training, once a run has asked."""
     _cannot_draw: str | None = None
     """Why that could not be found out."""
+    _gathers = False
+    """Whether completions are computed by weights that FSDP2 has gathered."""
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         args = config_for(args, model, self.config_class, self.method)
@@ -362,7 +381,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if args.torch_compile:
             why = "`torch_compile=True` would compile anew for each length of a generation"
         # `auto` is on: without leaps the trainer is not asked to be TRL's to the bit.
-        self.rows = Exchange(getattr(args, "share_rows", "auto") == "off", why, half_precision)
+        self.rows = PromptRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
+        tools = "environment_factories"  # prompts have those of the environments of a step
+        self.rows.tokens_of = lambda rows: None if getattr(self, tools, None) else self._tokenize_prompts(rows)[0]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     def own_parts(self) -> list[Part]:
@@ -406,13 +427,20 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         for engine in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(self, engine, False):
                 return f"`{engine}=True` has an engine of its own"
-        if self._sharding is not None:
+        if self._sharding is not None and not (self._gathers and model.device.type == "cpu"):
             return f"with `{self._sharding}` processes generate in step"
         if (why := reason_not_this_model(model)) is not None:
             return why
         if self.model.training and self._drawn_in_training() == "by batch":
             return "a forward pass in training draws a random number for the whole batch"
         return None
+
+    def _fits_whole(self, model: Any) -> bool:
+        """Whether FSDP2 shards this model, and every process has room for two of it."""
+        if not (shards_by_fsdp2(self.args) and hasattr(model, "unshard")):
+            return False
+        free, size = device_memory(self.args.device), sum(w.numel() * w.element_size() for w in model.parameters())
+        return not self._agree(int(free is not None and free < 2 * size))
 
     def _drawn_in_training(self) -> Drawn:
         """Return which random numbers the model draws in training. Where that is not found out, it may be any."""
@@ -465,7 +493,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return rewards
 
     def _generate(self, prompts):
-        output = super()._generate(prompts)
+        model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+        self._gathers = not (self.decoding.off or self.use_vllm) and self._fits_whole(model)
+        with gathered(model) if self._gathers else contextlib.nullcontext():
+            output = super()._generate(prompts)
         self.generation.sampled = self._sampled(prompts, output)
         return output
 
