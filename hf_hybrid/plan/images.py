@@ -9,6 +9,7 @@ no matter for what is held.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -39,6 +40,29 @@ class SomeImages(NamedTuple):
         of_tokens = tuple(name for name, value in more.items() if value.shape == ids.shape)
         tensors = {name: value for name, value in more.items() if name not in of_tokens}
         return cls(tensors, of_tokens, len(ids)) if tensors else None
+
+    @classmethod
+    def assumed(cls, encoder: Any, length: int) -> SomeImages:
+        """Of one row, half of whose tokens stand for images; of images of one size for at least one of them."""
+        config, tokens = encoder.config, max(length // 2, 1)
+        vision, known = config.vision_config, inspect.signature(encoder.get_image_features).parameters
+        patch = vision.patch_size
+        if "image_grid_thw" in known:
+            height, merged = math.isqrt(tokens), vision.spatial_merge_size
+            grid = torch.tensor([[1, height * merged, tokens // height * merged]])
+            pixels = torch.ones(int(grid.prod()), vision.in_channels * vision.temporal_patch_size * patch**2)
+            tensors = {"pixel_values": pixels, "image_grid_thw": grid}
+        elif known.get("image_sizes", inspect.Parameter).default is not inspect.Parameter.empty:
+            of_one = (vision.image_size // patch // getattr(config, "scale_factor", 1)) ** 2
+            pixels = torch.ones(max(tokens // of_one, 1), vision.num_channels, vision.image_size, vision.image_size)
+            tensors = {"pixel_values": pixels[None] if "pixel_attention_mask" in known else pixels}
+        else:
+            raise ValueError(
+                f"`model`: a config of `{config.model_type}` does not tell how images are cut into tiles. Make a "
+                "trainer with `memory=auto`, which plans with the images of its rows."
+            )
+        of_tokens = ("token_type_ids",) if "token_type_ids" in inspect.signature(encoder.forward).parameters else ()
+        return cls(tensors, of_tokens, 1)
 
     @property
     def bytes_of_a_row(self) -> int:

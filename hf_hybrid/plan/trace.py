@@ -4,7 +4,8 @@ Traces: run one training step on tensors without data, and record what it holds.
 1. **A few layers stand for all.** An [`Excerpt`] of the model keeps the first decoder layer, the last, and one of each
    kind between them. Layers are of one kind if their modules, the shapes of their weights and what the config lists for
    them are the same. The first and the last stand only for themselves: the first may have inputs without gradients, and
-   no layer keeps the output of the last. A trace takes a quarter of a second for a model of any size.
+   no layer keeps the output of the last. A trace takes a quarter of a second for a model of any size; an image encoder
+   is traced with all its layers ([`hf_hybrid.plan.images`]).
 2. **One step runs under `FakeTensorMode`**: forward, backward, clipping, as `Trainer` runs them. Every operation makes
    the tensors that it would make, without their memory. A few things that a CPU does differently are traced as on a
    GPU: attention is fused (no matrix of scores), and autocast computes powers, norms and softmax in fp32.

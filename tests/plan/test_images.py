@@ -10,9 +10,10 @@ from rig import vision
 from rig.live_bytes import LiveBytes, storages
 from transformers import TrainerCallback
 
-from hf_hybrid import HybridConfig, HybridTrainer
+from hf_hybrid import HybridConfig, HybridTrainer, plan_memory
 from hf_hybrid.build import estimator_for, make_plan
 from hf_hybrid.compat import checkpointing_option
+from hf_hybrid.plan.images import SomeImages, encoder_of
 
 
 class Held(TrainerCallback):
@@ -112,3 +113,36 @@ def test_rows_that_cannot_be_collated_are_planned_without_images(tmp_path, caplo
     with caplog.at_level("INFO", logger="hf_hybrid"):
         assert make_plan(trainer, None).setup.sequence_length == 1024
     assert "The rows cannot be collated (KeyError('labels'))" in caplog.text
+
+
+# From a config alone.
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava", "smolvlm"])
+def test_a_plan_from_a_config_is_the_peak_of_a_step_half_of_whose_tokens_are_those_of_images(name):
+    model, _ = vision.vision_model(name)
+    encoder, length = encoder_of(model), 64
+    values = SomeImages.assumed(encoder, length).tensors
+    given = {key: torch.cat([value] * 2) for key, value in values.items()}
+    with torch.no_grad():
+        features = encoder.get_image_features(**given, return_dict=True).pooler_output
+    tokens = sum(one.shape[:-1].numel() for one in features) // 2
+    assert tokens == pytest.approx(length / 2, abs=8)
+    ids = torch.full((2, length), 30)
+    ids[:, 4 : 4 + tokens] = encoder.config.image_token_id
+    if "image_grid_thw" in given:
+        given["mm_token_type_ids"] = (ids == encoder.config.image_token_id).long()
+    asked = {"sequence_length": length, "batch_size": 2, "dtype": "float32", "memory": "off", "accelerator": "cpu"}
+    planned = plan_memory(model, **asked, enable_predict=False)
+    states = planned.table.get("states", "device")
+    held = Held()
+    model.train()
+    held.hold([ids, *given.values(), *model.parameters(), *model.buffers()])
+    with held.live:
+        model(input_ids=ids, labels=ids, use_cache=False, **given).loss.backward()
+    assert planned.traced and planned.peak_device_bytes - states == pytest.approx(held.live.peak, rel=0.05)
+
+
+def test_a_config_that_does_not_tell_what_an_image_is_is_refused():
+    with pytest.raises(ValueError, match="does not tell how images are cut into tiles. Make a trainer"):
+        plan_memory(vision.vision_model("llava_next")[0], sequence_length=64)
