@@ -493,10 +493,13 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return rewards
 
     def _generate(self, prompts):
-        model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
-        self._gathers = not (self.decoding.off or self.use_vllm) and self._fits_whole(model)
-        with gathered(model) if self._gathers else contextlib.nullcontext():
+        if self._sharding is None:
             output = super()._generate(prompts)
+        else:
+            model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+            self._gathers = not (self.decoding.off or self.use_vllm) and self._fits_whole(model)
+            with gathered(model) if self._gathers else contextlib.nullcontext():
+                output = super()._generate(prompts)
         self.generation.sampled = self._sampled(prompts, output)
         return output
 
