@@ -265,6 +265,10 @@ class Exchange(Part):
         self._drew_first.clear()
         self._said_drawn = self._draws_late = False
 
+    def clean_up(self) -> None:
+        self.host.known.clear()
+        self.images = None  # they lie on the device
+
     def begin_step(self, step: Step) -> None:
         self.host.known.clear()
         self._looked_at.clear()

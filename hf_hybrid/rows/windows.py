@@ -153,8 +153,8 @@ class SharedWindows(Exchange):
         return super()._saved() + more * (together > share + 0.05)
 
     def clean_up(self) -> None:
+        super().clean_up()
         self._seen = []
-        self.host.known.clear()
 
     def summary(self) -> dict[str, Any]:
         return {**super().summary(), "shared_if_together": self._shared_if_together()}

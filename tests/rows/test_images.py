@@ -31,6 +31,7 @@ from trl import (  # noqa: E402
 
 import hf_hybrid  # noqa: E402
 from hf_hybrid import HybridConfig, HybridTrainer  # noqa: E402
+from hf_hybrid.streaming.layers import decoder_layers  # noqa: E402
 
 ONCE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm", "llava")
 """Kinds of models whose pictures are encoded once."""
@@ -271,6 +272,38 @@ def test_pictures_that_token_ids_do_not_tell_apart(name, tmp_path):
     assert_same(run)
     if name in ONCE:
         assert_once(run, least=4.0)
+
+
+def limited(trainer, most):
+    """Let layers fail as memory does that ends, where a pass has more than so many tokens or places."""
+    failed = []
+
+    def check(layer, args, kwargs):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if trainer.state.global_step and hidden.shape[:-1].numel() > most:
+            failed.append(hidden.shape)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    decoder_layers(trainer.model)[1].register_forward_pre_hook(check, with_kwargs=True)
+    return failed
+
+
+LIMITS = {"qwen2_vl": 75, "llava": 80, "smolvlm": 140}
+SPLIT = [(name, shares) for name in LIMITS for shares in ("off", "on")]
+
+
+@pytest.mark.parametrize("name, shares", mostly_slow(SPLIT, [("qwen2_vl", "off"), ("smolvlm", "on")]))
+def test_a_window_on_pictures_that_does_not_fit_is_computed_in_parts(name, shares, tmp_path):
+    """Rows have one picture, two or none. Each part gets those of its rows."""
+    weights_of = []
+    for size, steps in ((4, 2), (2, 4)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "side": "right"}
+        trainer, _ = build(name, "sft", True, tmp_path / f"{size}", **options, share_rows=shares)
+        failed = limited(trainer, LIMITS[name]) if size == 4 else ["nothing"]
+        trainer.train()
+        weights_of.append(weights(trainer.model))
+        assert failed
+    assert apart(*weights_of) < 1e-6
 
 
 def two_processes(name, folder):
