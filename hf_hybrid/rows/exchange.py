@@ -365,7 +365,8 @@ class Exchange(Part):
         if facts.with_state:
             stack.enter_context(by_row(facts.with_state, lambda: self._pass.row is not None))
         if facts.encoder is not None and self.reads_labels:
-            stack.enter_context(standing_in(facts.encoder, lambda: getattr(self._pass.row, "images", None)))
+            row_of = lambda: getattr(self._pass.row, "images", None)  # noqa: E731
+            stack.enter_context(standing_in(model, facts.encoder, row_of))
         before, options = functools.partial(self._before_backbone, model), {"prepend": not self.reads_labels}
         stack.callback(facts.backbone.register_forward_pre_hook(before, with_kwargs=True, **options).remove)
         behind = functools.partial(self._behind_backbone, model)

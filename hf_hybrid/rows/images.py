@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +64,8 @@ class RowImages(NamedTuple):
     numbers: list[int]  # those that are encoded, in this order
     index: Tensor  # for each image token of the row its place in the features of these: [image tokens]
     types: dict[str, Tensor]  # of the slots, each [1, slots]
+    before: frozenset[int] = frozenset()  # those that an earlier flat row of the window encodes
+    again: Mapping[int, int] = MappingProxyType({})  # of those that stand in later ones too, the place of the last
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of a model that tell of images."""
@@ -80,19 +84,29 @@ def patches_of(encoder: Any) -> int:
     return merged or getattr(encoder.config, "scale_factor", None) or 1
 
 
+def adapters_of(model: nn.Module) -> tuple:
+    """Which adapters of a model compute: the reference may be the same model without them."""
+    modules = model.modules() if hasattr(model, "peft_config") else ()
+    layer: Any = next((module for module in modules if hasattr(module, "_disable_adapters")), None)
+    return () if layer is None else (layer._disable_adapters, tuple(layer.active_adapters))
+
+
 @contextlib.contextmanager
-def standing_in(encoder: Any, row_of: Callable[[], RowImages | None]) -> Generator[None]:
+def standing_in(model: nn.Module, encoder: Any, row_of: Callable[[], RowImages | None]) -> Generator[None]:
     """Context in which the features of images are put where the flat row that `row_of` returns has their tokens."""
     own = encoder.get_image_features
 
     def get_image_features(*args: Any, **kwargs: Any) -> Any:
-        output, row = own(*args, **kwargs), row_of()
-        if row is None:
-            return output
-        if (layers := getattr(output, "deepstack_features", None)) is not None:
-            output.deepstack_features = [_placed(features, row.index) for features in layers]
-        output.pooler_output = _placed(output.pooler_output, row.index)
-        return output
+        if (row := row_of()) is None:
+            return own(*args, **kwargs)
+        arguments = inspect.signature(own).bind(*args, **kwargs).arguments
+
+        def encode(images: dict[str, Tensor]) -> Any:
+            given = {**arguments, **arguments.get("kwargs", {})}
+            given.pop("kwargs", None)
+            return own(**{**given, **{name: images[name] for name in images.keys() & given.keys()}})
+
+        return row.of.features(row, encode, (id(encoder), adapters_of(model), torch.is_grad_enabled()))
 
     encoder.get_image_features = get_image_features
     try:
@@ -112,6 +126,12 @@ class Images:
         """Which of the arguments batches have that tell tokens apart."""
         self._by_row = False
         """Whether tensors of a batch have a row for each of its rows, and its images in there."""
+        self._kinds: dict[tuple, Any] = {}
+        """What an encoder returned last."""
+        self._kept: dict[tuple, list[Tensor]] = {}
+        """Features of images that need no gradient, or are read again, see [`features`]."""
+        self._leaves: dict[tuple, list[Tensor]] = {}
+        self._waiting: list[tuple] = []
 
     # Of a batch.
 
@@ -169,6 +189,54 @@ class Images:
             self.images.append(Image(there, tokens))
         return number
 
+    # Features.
+
+    def features(self, row: RowImages, encode: Callable[[dict[str, Tensor]], Any], key: tuple) -> Any:
+        """
+        Return what an encoder returns for the image tokens of a flat row. `encode` computes images, and `key` says
+        which encoder it is, and in which mode.
+
+        Features without a gradient are kept for the rest of the step. Those of an image that stands in several flat
+        rows of a window are read from leaves, which add up their gradients, until [`run_backward`] takes these through
+        the encoder, once.
+        """
+        first = {n: last for n, last in row.again.items() if n not in row.before}
+        missing = [n for n in row.numbers if n in first or (*key, n) not in self._kept]
+        # What is read until the same flat row is encoded together: one backward pass runs through each encoding.
+        for last in sorted({first.get(number, 0) for number in missing}):
+            together = [number for number in missing if first.get(number, 0) == last]
+            self._kinds[key] = output = encode(self.inputs(together, row.index.device))
+            counts = [self.images[number].tokens for number in together]
+            for number, *parts in zip(together, *(features.split(counts) for features in _tensors_of(output))):
+                self._kept[*key, number] = parts
+                if last and parts[0].requires_grad:
+                    self._leaves[*key, number] = [part.detach().requires_grad_() for part in parts]
+        chosen = []
+        for number in row.numbers:
+            of_image, parts, leaves = (*key, number), self._kept[*key, number], self._leaves.get((*key, number))
+            chosen.append(parts if leaves is None else leaves)
+            if parts[0].requires_grad and number not in row.again:
+                del self._kept[of_image]
+                if leaves is not None:
+                    self._waiting.append((parts, self._leaves.pop(of_image)))
+        pooled, *layers = (torch.cat(parts)[row.index.to(parts[0].device)] for parts in zip(*chosen))
+        output = self._kinds[key]
+        more = {"deepstack_features": [[layer] for layer in layers]} if layers else {}
+        pooled = pooled if torch.is_tensor(output.pooler_output) else [pooled]
+        return type(output)(pooler_output=pooled, **more)
+
+    def run_backward(self) -> None:
+        """Take the gradients of features through the encoder, of images that stand in no later flat row."""
+        read = [(part, leaf.grad) for of_image in self._waiting for part, leaf in zip(*of_image)]
+        self._waiting.clear()
+        if read := [(part, grad) for part, grad in read if grad is not None]:
+            torch.autograd.backward([part for part, _ in read], [grad for _, grad in read])
+
+    def forget(self) -> None:
+        """Let go of all features."""
+        for known in (self._kinds, self._kept, self._leaves, self._waiting):
+            known.clear()
+
     # For a model.
 
     def decoded(self, codes: Tensor) -> Tensor:
@@ -186,9 +254,9 @@ class Images:
         return sum(len(self.in_order(row)[0]) for row in codes), int((codes >= FIRST).sum())
 
     def count_encoded(self, trees: Sequence[Tree]) -> tuple[int, int]:
-        """Return how many images are encoded for trees, and how many tokens they have."""
-        words = [np.unique(np.concatenate([np.frombuffer(row.ids, WORD) for row in tree.rows])) for tree in trees]
-        numbers = [int(code) - FIRST for of_tree in words for code in of_tree[of_tree >= FIRST]]
+        """Return how many images are encoded for trees of a window, and how many tokens they have."""
+        codes = np.unique(np.concatenate([np.frombuffer(row.ids, WORD) for tree in trees for row in tree.rows]))
+        numbers = codes[codes >= FIRST].astype(np.int64) - FIRST
         return len(numbers), sum(self.images[number].tokens for number in numbers)
 
     def in_order(self, codes: np.ndarray) -> tuple[list[int], np.ndarray]:
@@ -244,11 +312,27 @@ class Images:
         return RowImages(self, distinct[order].tolist(), index.to(device), types)
 
 
-def _placed(features: Any, index: Tensor) -> Any:
-    """Return features of images, of all in one tensor or of each, as those of places."""
-    if torch.is_tensor(features):
-        return features.reshape(-1, features.shape[-1])[index.to(features.device)]
-    return [_placed(torch.cat([part.reshape(-1, part.shape[-1]) for part in features]), index)]
+def in_turn(rows: Sequence[dict[int, Any]]) -> list[dict[int, Any]]:
+    """Return flat rows, which one window computes in this order, that know which images they have in common."""
+    last, found, before = {}, [], frozenset()
+    for place, of_tree in enumerate(rows):
+        last |= {n: place for row in of_tree.values() if row.images is not None for n in row.images.numbers}
+    for place, of_tree in enumerate(rows):
+        found.append({})
+        for number, row in of_tree.items():
+            if row.images is not None:
+                again = {n: last[n] for n in row.images.numbers if last[n] > place}
+                row = row._replace(images=row.images._replace(before=before, again=again))
+            found[-1][number] = row
+        before |= {n for row in of_tree.values() if row.images is not None for n in row.images.numbers}
+    return found
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    """Return the features of all images, each `[tokens, width]`: those that stand for tokens, and those of layers."""
+    parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    joined = [part if torch.is_tensor(part) else torch.cat([one.flatten(0, -2) for one in part]) for part in parts]
+    return [part.flatten(0, -2) for part in joined]
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

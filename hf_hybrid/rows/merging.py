@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.exchange import Exchange, Origins, Seen, are_still, seen_now, values_in
+from hf_hybrid.rows.images import adapters_of
 from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch, join
 from hf_hybrid.rows.windows import WITHOUT_LAUNCHES
 
@@ -261,7 +262,7 @@ class MergedRows(Exchange):
             self._groups[model] = self._group(model, inputs)
         groups = self._groups[model]
         first = next((first for first, (_, rows) in groups.items() if number in rows), None)
-        key = model, model.training, torch.is_grad_enabled(), _adapters(model), first
+        key = model, model.training, torch.is_grad_enabled(), adapters_of(model), first
         if (known := self._passes.get(key)) is not None:
             return known if known.output is not None and number in known.unread else None
         if number != first:
@@ -302,10 +303,3 @@ class MergedRows(Exchange):
             ((rows,), _) = FlatRow.on(device, [(tree, batches)], repeats=False)
             groups[numbers[0]] = tree, rows
         return groups
-
-
-def _adapters(model: nn.Module) -> tuple:
-    """Return which adapters of a model compute: the reference may be the same model without them."""
-    modules = model.modules() if hasattr(model, "peft_config") else ()
-    layer: Any = next((module for module in modules if hasattr(module, "_disable_adapters")), None)
-    return () if layer is None else (layer._disable_adapters, tuple(layer.active_adapters))

@@ -47,7 +47,7 @@ from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.exchange import DIVISORS, MICRO_BATCHES, Copied, Exchange, Seen, seen_now
 from hf_hybrid.rows.facts import Plan, dropout_of
-from hf_hybrid.rows.images import FIRST
+from hf_hybrid.rows.images import FIRST, in_turn
 from hf_hybrid.rows.recurrent import layers_with_state
 from hf_hybrid.rows.tree import (
     IGNORED,
@@ -410,6 +410,8 @@ class SharedWindows(Exchange):
         trees_of_batches = [(tree, [batch]) for batch, tree in micro_batches]
         options = {"repeats": not self._is_fused, "balances": self._balances}
         rows, moved = FlatRow.on(self.trainer.args.device, trees_of_batches, tensors, **options)
+        if self.trainer.accelerator.num_processes == 1 and not self.trainer.memory.streams:
+            rows = in_turn(rows)
         step.window, self._is_laid_out = [None] * (len(step.batches) - count), True
         for (batch, tree), of_tree in zip(micro_batches, rows):
             inputs = dict(zip(names, moved))
@@ -433,6 +435,16 @@ class SharedWindows(Exchange):
         for number, tree, of_tree in zip(numbers, trees, rows):
             seen = self._seen[number] if self._seen else seen_now(step.batches[number])
             self.host.known[seen["input_ids"][0]] = Copied(batches[number], tree, of_tree[0], seen)
+
+    @contextlib.contextmanager
+    def around(self) -> Generator[None]:
+        with super().around():
+            yield
+            self.images.run_backward()
+
+    def spare_memory(self) -> str | None:
+        self.images.forget()
+        return None
 
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
         if self.trainer.state.epoch < 1:  # later ones hold the same rows again

@@ -32,7 +32,7 @@ from trl import (  # noqa: E402
 import hf_hybrid  # noqa: E402
 from hf_hybrid import HybridConfig, HybridTrainer  # noqa: E402
 
-ONCE: tuple[str, ...] = ()
+ONCE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm", "llava")
 """Kinds of models whose pictures are encoded once."""
 
 
@@ -141,7 +141,7 @@ def build(name, kind, ours, folder, rows=None, change=None, side=None, system=0,
     model = change(model, name) if change else model
     tower = vision.tower_of(name, model.get_base_model() if hasattr(model, "peft_config") else model)
     watch = Watch(tower)
-    values = {"gradient_accumulation_steps": 3, "max_steps": 4, "optim": "sgd", "learning_rate": 0.05}
+    values = {"gradient_accumulation_steps": 3, "max_steps": 4, "optim": "sgd", "learning_rate": 0.01}
     values |= {"max_grad_norm": 0.0, "train_sampling_strategy": "sequential", "bf16": False}
     trainer, config, make_rows, own = TRAINERS[kind]
     rows = make_rows(several=name in vision.SEVERAL, system=system) if rows is None else rows
@@ -173,7 +173,8 @@ def both(name, kind, folder, **options):
 
 def assert_same(run, half=False):
     gradients = apart(run.theirs.found, run.ours.found)
-    after = apart(weights(run.plain.model), weights(run.trained.model))
+    pairs = zip(run.plain.model.parameters(), run.trained.model.parameters(), strict=True)
+    after = max((theirs - ours).abs().max().item() for theirs, ours in pairs)
     assert gradients < (0.1 if half else 1e-5) and after < (1e-2 if half else 1e-6)
     pairs = zip(run.plain.state.log_history, run.trained.state.log_history, strict=True)
     for theirs, ours in pairs:
@@ -210,12 +211,10 @@ QUICK_PAIRS = [("qwen2_5_vl", "dpo"), ("gemma3", "dpo"), ("qwen2_vl", "grpo"), (
 
 @pytest.mark.parametrize("name, kind", mostly_slow(PAIRED, QUICK_PAIRS))
 def test_other_trainers_on_pictures_do_as_trl(name, kind, tmp_path):
-    run = both(name, kind, tmp_path)
+    run = both(name, kind, tmp_path, **({} if kind == "chats" else {"gradient_accumulation_steps": 1}))
     assert_same(run)
     if name in ONCE:
         assert_once(run, least=2.0 if kind == "dpo" else 1.0)
-        if kind in ("grpo", "rloo"):
-            assert_once(run, least=4.0, of="read")
 
 
 VARIANTS = {
