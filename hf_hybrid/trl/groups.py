@@ -167,14 +167,15 @@ def take(batches: list[Batch], rows: Tensor) -> Batch:
     indices on the host, counted through all micro-batches.
     """
     batches = [*map(split_pixel_values_by_grid, batches)]  # where images may be lists of those of rows
-    found = dict(batches[0])
+    found, tensors = dict(batches[0]), filter(torch.is_tensor, batches[0].values())
+    places = rows.to(next(tensors, rows).device, non_blocking=True)
     for name, value in batches[0].items():  # scalars are the same for the whole generation batch
         parts: Any = [batch[name] for batch in batches]
         if any(isinstance(part, list) for part in parts):
             entries = [entry for part in parts for entry in (part if isinstance(part, list) else part.split(1))]
             found[name] = [entries[row] for row in rows.tolist()]
         elif isinstance(value, Tensor) and value.dim() and name != ON_HOST:
-            found[name] = torch.cat(parts)[rows.to(value.device, non_blocking=True)]
+            found[name] = torch.cat(parts)[places]
     return unsplit_pixel_values_by_grid(found)
 
 

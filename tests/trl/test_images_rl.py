@@ -18,6 +18,7 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from rig import vision  # noqa: E402
 from rig.completions import WAYS, capturing, check_equal, config  # noqa: E402
 from rig.trainers import fitted  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOConfig, HybridRLOOTrainer  # noqa: E402
@@ -34,11 +35,11 @@ SEVERAL = [name for name in vision.SEVERAL if name != "llava_next"]
 """Those of whose rows with two images it is known which tokens are of which."""
 
 
-class Encoded:
+class Encoded(TrainerCallback):
     """Images, or tiles of them, that a model encodes: a list for each of its passes, and what is before the first."""
 
     def __init__(self, name, model):
-        self.passes = [[]]
+        self.passes, self.compared = [[]], None
         model.get_input_embeddings().register_forward_pre_hook(lambda *_: self.passes.append([]))
         vision.tower_of(name, model).register_forward_pre_hook(self.encode, with_kwargs=True)
 
@@ -46,6 +47,9 @@ class Encoded:
         pixels, grid = args[0] if args else kwargs["pixel_values"], kwargs.get("grid_thw")
         sizes = [1] * len(pixels) if grid is None else grid.prod(-1).tolist()
         self.passes[-1] += [image.numpy().tobytes() for image in pixels.detach().split(sizes)]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.compared = self.compared or len(self.passes)  # the first step compares rows with padded ones
 
     @property
     def all(self):
@@ -72,7 +76,7 @@ def trained(trainer, config, name, folder, change=None, **options):
         sampled.append(completion_ids)
         return reward(completions)
 
-    made = trainer(model, rewarding, args, train_dataset=rows, processing_class=processor)
+    made = trainer(model, rewarding, args, train_dataset=rows, processing_class=processor, callbacks=[encoded])
     return SimpleNamespace(trainer=fitted(made), completions=sampled, encoded=encoded)
 
 
@@ -185,6 +189,6 @@ def test_runs_with_images_are_those_of_trl(name, run, tmp_path):
     assert summary["plain_rollouts_because"] is None and summary["prompt_tokens_shared"] > 0
     if name not in ("gemma3", "paligemma"):
         assert summary["plain_rows_because"] is None
-        passes = ours.encoded.passes[len(ours.encoded.passes) // 2 :]  # the first step compares with padded rows
+        passes = ours.encoded.passes[ours.encoded.compared :]
         assert any(passes) and all(len(of_pass) == len(set(of_pass)) for of_pass in passes)
         assert len(theirs.encoded.all) > 3 * len(ours.encoded.all)
