@@ -60,7 +60,7 @@ from hf_hybrid.run.monitor import DivergenceMonitor
 from hf_hybrid.run.rate import LearningRateSearch, RateScale
 from hf_hybrid.run.record import Speed
 from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
-from hf_hybrid.run.trainer_view import own_losses, trains_adapters
+from hf_hybrid.run.trainer_view import classifies, own_losses, trains_adapters
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
 from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, working_dtypes
@@ -562,11 +562,12 @@ def rows_part(trainer: BuiltTrainer) -> Part | None:
     if options.share_rows == "off" or options.exactness == "bits":
         return None
     own = own_losses(trainer)
-    if own or trainer.compute_loss_func is not None or trainer.args.label_smoothing_factor:
+    options_of_loss = trainer.compute_loss_func is not None or trainer.args.label_smoothing_factor
+    if own or options_of_loss or classifies(trainer.accelerator.unwrap_model(trainer.model)):
         from hf_hybrid.rows import any_loss
 
         # `on` says that a loss that nobody knows reads no padding.
-        is_known = options.share_rows == "on" or (bool(own) and own[0] in any_loss.KNOWN)
+        is_known = options.share_rows == "on" or (bool(own) and own[0][:2] in any_loss.KNOWN)
         return any_loss.RowsForAnyLoss(trainer, any_loss.reason_not_shared(trainer), is_known)
     from hf_hybrid.rows.windows import BalancedWindows, SharedWindows, reason_not_shared
 

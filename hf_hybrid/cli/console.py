@@ -262,8 +262,8 @@ def _rate(trainer: Any, by_rule: bool) -> str:
 
 
 def _rows(trainer: Any) -> str | None:
-    """What the run leaves out of its first windows, in words; `None` for a trainer that does not lay out windows."""
-    from hf_hybrid.rows.windows import foresee
+    """What the run leaves out of its first windows, in words; `None` where each step finds that out."""
+    from hf_hybrid.rows.foreseen import foresee
 
     if trainer.rows is None:
         return "padded, each for itself (share_rows)"

@@ -132,7 +132,7 @@ def _reason_not_fewest(trainer: TrainerView) -> str | None:
         return "`DataParallel` divides each batch"
     if not decoder_layers(trainer.model):
         return f"`{type(trainer.model).__name__}` has no list of decoder layers"
-    is_known = trainer.trains_preferences and own_losses(trainer) == [("trl", "DPOTrainer")]
+    is_known = trainer.trains_preferences and own_losses(trainer) == [("trl", "DPOTrainer", "compute_loss")]
     return None if is_known else unknown_loss(trainer)
 
 

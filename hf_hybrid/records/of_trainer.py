@@ -61,10 +61,11 @@ class ReportingMixin(Trainer):
         """
         Return what a run would leave out of its first windows, before it begins: `shared` (prefixes, and tokens without
         influence on a label) and `padding`, as shares of the tokens of padded rows; `reason`, why nothing is left out;
-        and `but`, what is computed all the same. Up to 512 rows are read on the host, and nothing is computed. `None`
-        where a trainer finds it out in each step: preferences, completions, losses of your own, streams.
+        and `but`, what is computed all the same or not known. Some hundred rows are read on the host, and nothing is
+        computed. Of GRPO and RLOO these are shares of prompts. `None` where a loss puts its rows together itself (ORPO,
+        CPO) or generates them (distillation, online DPO), and of streams.
         """
-        from hf_hybrid.rows.windows import foresee
+        from hf_hybrid.rows.foreseen import foresee
 
         found = foresee(self)
         return None if found is None else found._asdict()

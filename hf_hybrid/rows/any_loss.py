@@ -30,6 +30,7 @@ from hf_hybrid.machine import PendingRead, mixed_precision_of, sharding_of
 from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.exchange import Exchange
+from hf_hybrid.rows.tree import Rows, rows_of_states
 from hf_hybrid.run.trainer_view import IN_PLACE, TrainerView, overridden, own_losses
 
 KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO", "TPO")}
@@ -96,6 +97,12 @@ class RowsForAnyLoss(Exchange):
             self.asks = self.watches = trainer.hybrid_args.share_rows != "on"
         self._parts = parts
 
+    def rows_foreseen(self, batch: Any) -> Rows | None:
+        """Those of `input_ids`. A loss may generate, or put others together, of other tensors of tokens."""
+        if not isinstance(batch, Mapping) or any("prompt" in name for name in batch):
+            return None
+        return rows_of_states(batch) if torch.is_tensor(batch.get("input_ids")) else None
+
     def reason_not_exchanged(self, model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
         reason, facts = super().reason_not_exchanged(model, inputs), self.facts_of(model)
         if reason is not None or not self.watches:
@@ -136,7 +143,7 @@ class RowsForAnyLoss(Exchange):
         if place is None and self.trainer.compute_loss_func is not None:
             return "compute_loss_func"
         own = own_losses(self.trainer)
-        return place or (f"{own[0][1]}.compute_loss" if own else type(self.trainer).__name__)
+        return place or (".".join(own[0][1:]) if own else type(self.trainer).__name__)
 
 
 def reason_not_shared(trainer: TrainerView) -> str | None:

@@ -521,6 +521,7 @@ class FlatRow(NamedTuple):
         *,
         repeats: bool,
         balances: bool = False,
+        images: Any = None,
     ) -> tuple[list[dict[int, FlatRow]], list[Tensor]]:
         """
         Move trees to a device, each with the batches that its rows come from, and other tensors `beside` them: all in
@@ -529,9 +530,8 @@ class FlatRow(NamedTuple):
         """
         tensors, made = list(beside), []
         for tree, batches in trees:
-            segments, rows = tree.segments, cls._of(tree, batches, Targets.of(tree, batches), repeats, balances)
+            segments, rows = tree.segments, cls._of(tree, batches, Targets.of(tree, batches), repeats, balances, images)
             of_layout = [] if device.type == "cpu" else tensors_of(segments)
-            images = next((batch.images for batch in batches if batch.images is not None), None)
             of_images = None if images is None else images.of_row(device, tree)
             made.append((segments, rows, of_layout, of_images))
             for parts in (of_layout, *rows.values()):
@@ -549,11 +549,11 @@ class FlatRow(NamedTuple):
 
     @classmethod
     def _of(
-        cls, tree: Tree, batches: Sequence[Batch], targets: Targets, repeats: bool, balances: bool
+        cls, tree: Tree, batches: Sequence[Batch], targets: Targets, repeats: bool, balances: bool, images: Any
     ) -> dict[int, FlatRow]:
         """As [`on`] for one tree, on the host and without a layout."""
         ids, positions = tree.flat()
-        if (images := next((batch.images for batch in batches if batch.images is not None), None)) is not None:
+        if images is not None:
             ids, several = images.decoded(ids), tree.positions(batches)
             positions = positions if several is None else several
         ids, positions = ids[None], positions.unsqueeze(-2)
@@ -570,6 +570,8 @@ class FlatRow(NamedTuple):
                 slots, tokens = torch.zeros(1, dtype=torch.long), torch.full((1,), IGNORED)
                 divisors = torch.ones_like(slots) if repeats and divisors is not None else divisors
             count, length = batch.ids.shape
+            if (packed := batch.packed) is not None:  # each label stands where its document does
+                (count, length), rows, columns = packed.shape, packed.rows[rows], columns + packed.shifts[rows]
             shape, own, in_batch = (count, length), readers[mine], rows * (length - 1) + columns
             reads = tree.reads(batch) if balances else None
             found[number] = cls(ids, positions, slots, tokens, own, in_batch, shape, repeats, reads, divisors)

@@ -64,16 +64,21 @@ from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
 from hf_hybrid.rows.recurrent import by_row
 from hf_hybrid.rows.router_loss import OPTION, router_losses
 from hf_hybrid.rows.tree import (
+    ENDS,
     IGNORED,
+    IMAGES,
+    PACKED,
     Batch,
     Row,
     Rows,
     Tree,
+    batches_of,
     divide,
     on_host,
+    reason_not_documents,
     reason_not_rows,
-    rows_of,
     rows_of_states,
+    unpacked,
 )
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import Run
@@ -153,7 +158,7 @@ class HostBatches:
         known_by = inputs["input_ids"] if self.named is None else self.named
         if (copied := self.known.get(known_by)) is not None and are_still(copied.seen, inputs):
             return copied
-        copied = Copied(on_host([rows_of(inputs)])[0])
+        copied = Copied(batches_of([inputs])[0])
         if known_by.device.type != "cpu":  # else it is no copy, and would keep the key alive
             self.known[known_by] = copied
         return copied
@@ -191,6 +196,8 @@ class Exchange(Part):
     """Whether the loss is known to read what predicts labels, and nothing else of a model."""
     asks = watches = False
     """Whether the gradient has yet to tell what the loss reads, and may tell otherwise later (any_loss.py)."""
+    unforeseen: tuple[str, ...] = ()
+    """What [`rows_foreseen`] does not know, in clauses."""
     models: Sequence[nn.Module] = ()
     """Those that are open in every pass; others are opened where they are computed."""
 
@@ -218,8 +225,8 @@ class Exchange(Part):
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models whose facts are those of the step under way."""
         self.host = HostBatches()
-        self.images = Images()
-        """Those of the step under way."""
+        self.images: Images | None = None
+        """Those of the step under way, once it has some."""
         self.comparison = Comparison(self, half_precision)
         self._opened: dict[nn.Module, contextlib.ExitStack] = {}
         self._layouts: list[Layout] = []
@@ -259,12 +266,9 @@ class Exchange(Part):
         self._said_drawn = self._draws_late = False
 
     def begin_step(self, step: Step) -> None:
-        self._forget_step()
-
-    def _forget_step(self) -> None:
         self.host.known.clear()
         self._looked_at.clear()
-        self.images = Images()
+        self.images = None
 
     def arrange(self, step: Step) -> None:
         """Lay out the micro-batches of a step anew, if this part does, once `on_step_begin` has been called."""
@@ -315,6 +319,8 @@ class Exchange(Part):
             for model in self.models:
                 self._open(model)
             yield
+            if self.images is not None:
+                self.images.run_backward()
         finally:
             self._backward_follows = False
             self._close()
@@ -335,7 +341,9 @@ class Exchange(Part):
     @contextlib.contextmanager
     def evaluating(self, *models: nn.Module) -> Generator[None]:
         """As [`on`], for passes whose tokens are not those of the training."""
-        self._forget_step()
+        self.host.known.clear()
+        self._looked_at.clear()
+        self.images = None
         before, self._is_counting, self._is_laid_out = self._is_counting, False, False
         try:
             with self.on(*models, *self.models):
@@ -403,6 +411,10 @@ class Exchange(Part):
         finally:
             way.observed, self.host.named = before, named
             way.row = way.router = None
+
+    def rows_foreseen(self, batch: Any) -> Rows | None:
+        """Return rows that a model will get of a batch as it is loaded; `None` if that is not known (foreseen.py)."""
+        return None
 
     # The exchange.
 
@@ -494,7 +506,7 @@ class Exchange(Part):
 
     # What rows a batch has.
 
-    def _row_of(self, model: nn.Module, inputs: Mapping[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
+    def _row_of(self, model: nn.Module, inputs: dict[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
         """Return the flat row of a batch on its device; `None` if the batch is computed as it is."""
         observed = self._pass.observed
         if observed is not None and observed.tree is None:
@@ -507,16 +519,21 @@ class Exchange(Part):
             copied = Copied(*observed.tree)
         elif self.reads_labels:
             copied = self.host.copied(inputs)
-        else:
+        elif inputs.get("position_ids") is None:
             copied = Copied(on_host([rows_of_states(inputs)])[0])
+        else:
+            copied = Copied(unpacked(inputs, rows_of_states))
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
-            if self.reads_labels and batch.images is None:
-                coded = self.images.coded(self.facts_of(model).encoder, inputs, batch)
+            if self.reads_labels and batch.images is None and self.facts_of(model).encoder is not None:
+                coded = self._with_images(self.facts_of(model), inputs, batch)
                 if isinstance(coded, str):
                     self.fallbacks.cannot_be_exact(coded)
                     return None
                 batch = copied.batch = coded
+            if batch.packed is not None and (reason := reason_not_documents(inputs)) is not None:
+                self.fallbacks.cannot_be_exact(reason)
+                return None
             if origins[0] is not None:  # a part of a micro-batch that did not fit
                 numbers, divisors = (None if origin is None else origin.cpu() for origin in origins)
                 batch = batch._replace(micro_batches=numbers, divisors=divisors)
@@ -525,11 +542,14 @@ class Exchange(Part):
                 self._count([batch], tree, inputs["input_ids"].numel())
         if tree is None:
             return None
+        for name in ENDS if batch.packed is not None else ():  # the tree says it
+            inputs.pop(name, None)
         repeats, copied.row = self.reads_labels and not inputs.get("fused_lm_head"), None
         if row is None or row.repeats != repeats:
             balances = self.reads_labels and self.facts_of(model).balances(inputs)
             device = inputs["input_ids"].device
-            ((rows,), _) = FlatRow.on(device, [(tree, [batch])], repeats=repeats, balances=balances)
+            options: Any = {"repeats": repeats, "balances": balances, "images": batch.images}
+            ((rows,), _) = FlatRow.on(device, [(tree, [batch])], **options)
             row = rows[0]
         return row
 
@@ -557,25 +577,32 @@ class Exchange(Part):
         return tree if self._is_same(model, tree, [batch], compute, device) else None
 
     def _computing(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[dict[str, Tensor]], Any]:
-        """Return what computes other rows with the arguments of a batch; rows bring their images."""
-        beside = {name: value for name, value in inputs.items() if name not in self.facts_of(model).of_images}
+        """Return what computes other rows with the arguments of a batch; rows bring their images and documents."""
+        own = (*ENDS, "position_ids", *self.facts_of(model).of_images)
+        beside = {name: value for name, value in inputs.items() if name not in own}
         return lambda rows: model(**{**beside, **rows})
 
     def _count(self, batches: Sequence[Batch], tree: Tree | None, places: int) -> None:
         """Count the tokens of batches of so many places, padding included."""
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
-        self._count_images(batches, () if tree is None else (tree,))
+        if self.images is not None:
+            self._count_images(batches, () if tree is None else (tree,))
         if tree is not None:
             self.counts["tokens_padding"] += places - tokens
             self.counts["tokens_shared"] += tokens - tree.size
 
+    def _with_images(self, facts: ModelFacts, inputs: Mapping[str, Any], batch: Batch) -> Batch | str:
+        """Return a batch of a model that sees with codes of its images, or why it cannot be read."""
+        self.images = self.images or Images()
+        return self.images.coded(facts.encoder, inputs, batch)
+
     def _count_images(self, batches: Sequence[Batch], trees: Sequence[Tree]) -> None:
         """Count the images of batches, and those that their trees, if there are any, do not encode again."""
-        if with_some := [batch for batch in batches if batch.images is not None]:
-            count = sum(batch.images.count(batch)[0] for batch in with_some)
-            self.counts["images"] += count
-            self.counts["images_shared"] += count - self.images.count_encoded(trees)[0] if trees else 0
+        images: Any = self.images
+        count = sum(images.count(batch)[0] for batch in batches if batch.images is not None)
+        self.counts["images"] += count
+        self.counts["images_shared"] += count - images.count_encoded(trees)[0] if trees else 0
 
     # Whether.
 
@@ -658,7 +685,7 @@ class Exchange(Part):
         change = "`lora_dropout=0`" if hasattr(model, "peft_config") else "the rates of dropout in its config at 0"
         cost = f"About {saved:.0%} of the tokens would be saved with {change}."
         if shares:
-            logger.info("A shared prefix draws %s once for its rows; each has the loss that `Trainer` draws.", numbers)
+            logger.info("A shared prefix draws %s once for its rows; a row's loss varies as in `Trainer`.", numbers)
         elif drawn == "by batch":
             self.fallbacks.cannot_be_exact(f"{numbers} would be drawn for more than one row at a time", advice=cost)
         else:
@@ -686,7 +713,7 @@ class Exchange(Part):
         plan = facts.plan(batches, divide, shares=shares, compact=compact, whole=whole)
         if plan.reason is not None:
             self.fallbacks.cannot_be_exact(plan.reason)
-        elif plan.trees and drawn != "nothing":
+        elif plan.trees and drawn != "nothing" and (drawn == "by batch" or plan.cost <= self.worth * plan.padded):
             self._note_drawn(model, drawn, shares, [row for tree in plan.trees for row in tree.rows])
             return Plan(self.plain_because) if drawn == "by batch" else plan
         return plan
@@ -694,20 +721,23 @@ class Exchange(Part):
     def _has_compared(self, model: nn.Module, longest: int, batches: Sequence[Batch]) -> bool:
         """Whether such rows have been compared, and a backward pass was tried before the model trains."""
         facts = self.facts_of(model)
-        if not facts.compared_images and any(batch.images is not None for batch in batches):
-            return False
+        if self.images is not None and not facts.compared_images:
+            if any(map(IMAGES, batches)):
+                return False
         return facts.has_compared(longest) and (facts.ran_backward or not self.comparison.trains(model))
 
     def _is_same(
         self, model: nn.Module, tree: Tree, batches: Sequence[Batch], compute: Callable[..., Any], device: torch.device
     ) -> bool:
         """Whether trees may be computed, once rows of this kind have been compared."""
-        if not self._has_compared(model, tree.longest, batches):
+        packed = self.facts_of(model).unknown_packed(batches) if any(map(PACKED, batches)) else None
+        if not self._has_compared(model, tree.longest, batches) or packed is not None:
             if not self.comparison.is_possible:
                 self.fallbacks.cannot_be_exact("no batch of its kind was compared yet")
                 return False
-            self.reason_plain = self.comparison.reason_not_same(model, tree, batches, compute, device)
-            self.facts_of(model).note_compared(tree.longest, batches)
+            of_packed = None if packed is None else (packed, tree)
+            self.reason_plain = self.comparison.reason_not_same(model, tree, batches, compute, device, of_packed)
+            self.facts_of(model).note_compared(tree.longest, packed, any(map(IMAGES, batches)))
         return self.reason_plain is None
 
 
@@ -731,7 +761,9 @@ def mean_losses(logits: Tensor, tokens: Tensor, divisors: Tensor) -> Tensor:
     return (losses / divisors).sum()
 
 
-def _states_of(backbone: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Compute the states of rows of [`rows_of_states`], whose last column is there for a label."""
-    ids, mask = (inputs[name][:, :-1] for name in ("input_ids", "attention_mask"))
-    backbone(input_ids=ids, attention_mask=mask, use_cache=False)
+def _states_of(backbone: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Compute the states of rows of [`rows_of_states`], whose last column is there for a label, or of packed rows."""
+    if inputs.get("position_ids") is None:
+        ids, mask = (inputs[name][:, :-1] for name in ("input_ids", "attention_mask"))
+        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    backbone(**inputs)

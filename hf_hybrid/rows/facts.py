@@ -22,7 +22,7 @@ from hf_hybrid.rows.images import NAMES, encoder_of
 from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.recurrent import again, layers_with_state
 from hf_hybrid.rows.router_loss import OPTION, Router
-from hf_hybrid.rows.tree import Batch, Row, Tree
+from hf_hybrid.rows.tree import Batch, Packed, Row, Tree
 from hf_hybrid.run.trainer_view import module_of_user, own_forward
 from hf_hybrid.streaming.layers import base_model
 
@@ -206,6 +206,8 @@ class ModelFacts:
     """Tokens of the longest row that was compared."""
     encoder: Any = None
     """The module whose `get_image_features` encodes images, see [`encoder_of`]."""
+    of_images: tuple[str, ...] = ()
+    """Arguments of the model that tell of images."""
     compared_images: bool = False
     """Whether rows with images were compared."""
     compared_packed: set[tuple] = field(default_factory=set)
@@ -244,6 +246,7 @@ class ModelFacts:
             own = [module.config for module in backbone.modules() if type(getattr(module, "config", None)) is text]
             facts.configs = [base.config, *{id(config): config for config in own}.values()]
             facts.adds_up, facts.encoder = facts.own_forward is None, encoder_of(base)
+            facts.of_images = () if facts.encoder is None else NAMES
             return facts
         except (AttributeError, TypeError) as error:  # of a model with a config of its own
             return cls(f"its config does not tell what it costs ({error})")
@@ -254,11 +257,6 @@ class ModelFacts:
         if before is not None and before.draws != self.marks.draws:
             self.drawn.clear()
         return before is None or before.parts == self.marks.parts
-
-    @property
-    def of_images(self) -> tuple[str, ...]:
-        """Arguments of the model that tell of images."""
-        return () if self.encoder is None else NAMES
 
     def balances(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the model adds a router's loss for these inputs."""
@@ -279,13 +277,14 @@ class ModelFacts:
         are computed, as a router's loss counts them.
         """
         rows: list[Row] = []
-        padded = 0.0
+        padded, images = 0.0, None
         for number, batch in enumerate(batches):
             of_batch = batch.rows(number, counts_mask=self.counts_mask, whole=whole)
             if of_batch is None:
                 return Plan(HOLE)
             if batch.images is not None:
-                padded += batch.images.count(batch)[1] * self.costs.image
+                images = batch.images
+                padded += images.count(batch)[1] * self.costs.image
             if batch.packed is None:
                 padded += self.costs.padded(batch, compact=compact)
             elif self.counts_mask:
@@ -297,8 +296,10 @@ class ModelFacts:
         if max((tree.size for tree in trees), default=0) > self.most_slots:
             reason = f"rows of more than {self.most_slots} tokens would be scaled by place, or attend by chunks"
             return Plan(reason, padded=padded)
-        encoded = [batch.images.count_encoded(trees)[1] for batch in batches if batch.images is not None][:1]
-        return Plan(None, tuple(trees), sum(map(self.costs.tree, trees)) + sum(encoded) * self.costs.image, padded)
+        cost = sum(map(self.costs.tree, trees))
+        if images is not None and trees:
+            cost += images.count_encoded(trees)[1] * self.costs.image
+        return Plan(None, tuple(trees), cost, padded)
 
     def scores_hidden(self, batch: Batch) -> bool:
         """
@@ -315,6 +316,20 @@ class ModelFacts:
         """Whether rows of this length have been compared, as far as windows of attention go."""
         return self.compared > 0 and (self.compared > self.window or longest <= self.window)
 
-    def note_compared(self, longest: int, batches: Sequence[Batch]) -> None:
-        self.compared = max(self.compared, longest)
-        self.compared_images |= any(batch.images is not None for batch in batches)
+    def note_compared(self, longest: int, packed: Batch | None = None, images: bool = False) -> None:
+        self.compared, self.compared_images = max(self.compared, longest), self.compared_images or images
+        if packed is not None and packed.packed is not None:
+            self.compared_packed.add(self._kind_of(packed.packed))
+
+    def unknown_packed(self, batches: Sequence[Batch]) -> Batch | None:
+        """Return a batch with several documents in a row, of a kind that was not compared with its documents yet."""
+        for batch in batches:
+            if (packed := batch.packed) is None or len(packed.rows.unique()) == len(packed.rows):
+                continue
+            if self._kind_of(packed) not in self.compared_packed:
+                return batch
+        return None
+
+    def _kind_of(self, packed: Packed) -> tuple:
+        """Return what decides whether transformers keeps the documents of a packed batch apart."""
+        return packed.given.get("attention_mask") is not None, getattr(self.base.config, "use_cache", None)

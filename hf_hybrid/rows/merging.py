@@ -237,7 +237,7 @@ class MergedRows(Exchange):
             else:
                 del model.forward
 
-    def _row_of(self, model: nn.Module, inputs: Mapping[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
+    def _row_of(self, model: nn.Module, inputs: dict[str, Any], origins: Origins = (None, None)) -> FlatRow | None:
         """As [`Exchange`] does; or how a micro-batch of the window reads a pass that it takes part in."""
         number = None if self._pass.observed is not None else self._number
         joint = None if number is None else self._pass_of(model, number, inputs)
@@ -277,11 +277,11 @@ class MergedRows(Exchange):
     def _group(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[int, tuple[Tree, dict[int, FlatRow]]]:
         """Return which micro-batches of the window a model computes in one pass, by their first one."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
-        coded = [self.images.coded(facts.encoder, laid_out.here, laid_out.batch) for laid_out in self._window]
-        batches = [batch for batch in coded if isinstance(batch, Batch)]
-        if len(batches) < len(coded):  # it is said of the batch that cannot be read
-            return {}
-        self._window = [laid_out._replace(batch=batch) for laid_out, batch in zip(self._window, batches)]
+        for number, (_, batch, here) in enumerate(self._window if facts.encoder is not None else ()):
+            if isinstance(coded := self._with_images(facts, here, batch), str):  # it is said of that batch
+                return {}
+            self._window[number] = self._window[number]._replace(batch=coded)
+        batches = [laid_out.batch for laid_out in self._window]
         most = self.held() * max(batch.ids.numel() for batch in batches)
         if len(batches) < 2 or not most or self._one_by_one:
             return {}
@@ -300,6 +300,6 @@ class MergedRows(Exchange):
                 continue
             if not self._is_same(model, tree, batches, self._computing(model, inputs), device):
                 return {}
-            ((rows,), _) = FlatRow.on(device, [(tree, batches)], repeats=False)
+            ((rows,), _) = FlatRow.on(device, [(tree, batches)], repeats=False, images=self.images)
             groups[numbers[0]] = tree, rows
         return groups

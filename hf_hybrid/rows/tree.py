@@ -35,8 +35,9 @@ The same idea without sharing is known as packing without padding. With sharing 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,6 +81,7 @@ class Packed(NamedTuple):
     """The packed batch whose documents a [`Batch`] holds, each as a row of its own."""
 
     given: Mapping[str, Any]  # as the trainer has it
+    shape: tuple[int, int]  # of its rows, with a column for what their last tokens predict
     rows: Tensor  # where each document is: its row, `[batch]`
     shifts: Tensor  # and what its columns are ahead of those here, `[batch]`
 
@@ -141,6 +143,10 @@ class Batch(NamedTuple):
         return rows
 
 
+PACKED, IMAGES = attrgetter("packed"), attrgetter("images")
+"""Of a [`Batch`]: what it holds the documents of."""
+
+
 def rows_of(inputs: Mapping[str, Any]) -> Rows:
     """Return tokens, mask and labels of what a model gets."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
@@ -151,9 +157,10 @@ ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_i
 """What TRL gives beside `position_ids`, and says the same: where documents end."""
 
 
-def unpacked(inputs: Mapping[str, Any]) -> Batch:
+def unpacked(inputs: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Rows] = rows_of) -> Batch:
     """
-    Return the documents of packed rows, on the host, as rows. Their `position_ids` count on within a document.
+    Return the documents of packed rows as rows; [`rows_of`] or [`rows_of_states`] `read` the packed ones. Their
+    `position_ids` count on within a document.
 
         ids        a a a b b | c c c c .        a a a
         positions  0 1 2 0 1 | 5 6 7 8 0        b b
@@ -162,7 +169,9 @@ def unpacked(inputs: Mapping[str, Any]) -> Batch:
     A token stands in the column of its position. Behind a document stands the token that its last one predicts, if it
     predicts one: the first of the next document, where nobody has hidden its label.
     """
-    ids, mask, labels, places = (tensor.numpy() for tensor in (*rows_of(inputs), inputs["position_ids"]))
+    ids, mask, labels = (tensor.cpu().numpy() for tensor in read(inputs))
+    places = inputs["position_ids"].cpu().numpy()
+    places = np.pad(places, ((0, 0), (0, ids.shape[1] - places.shape[1])))
     begins = mask != 0
     begins[:, 1:] &= (places[:, 1:] != places[:, :-1] + 1) | (mask[:, :-1] == 0)
     rows, columns = begins.nonzero()
@@ -179,7 +188,7 @@ def unpacked(inputs: Mapping[str, Any]) -> Batch:
             filled[number, first : first + stop - begin] = given[row, begin:stop]
         of_documents[1, number, first + end - begin :] = 0
         of_documents[2, number, first] = IGNORED  # no token of this document predicts its first one
-    packed = Packed(inputs, torch.from_numpy(rows), torch.from_numpy(columns - firsts))
+    packed = Packed(dict(inputs), ids.shape, torch.from_numpy(rows), torch.from_numpy(columns - firsts))
     return Batch(*torch.from_numpy(of_documents), packed=packed)
 
 
@@ -208,23 +217,21 @@ def rows_of_states(inputs: Mapping[str, Any]) -> Rows:
 
 
 def reason_not_rows(
-    inputs: Any, beside: Container[str] = (), needs: Sequence[str] = ("input_ids", "labels"), packed: bool = False
+    inputs: Any, beside: Collection[str] = (), needs: Sequence[str] = ("input_ids", "labels")
 ) -> str | None:
     """
     Return why a batch is not rows of tokens with what the loss `needs` and nothing else, as far as its form tells.
-    `beside` are arguments of a forward pass that say nothing of the rows. The batch may be `packed`.
+    `beside` are arguments of a forward pass that say nothing of the rows. The batch may be packed.
     """
     if not isinstance(inputs, Mapping):
         return "a batch is no mapping of names to tensors"
-    if packed and inputs.get("position_ids") is not None:
-        beside, needs = ENDS, (*needs, "position_ids")
+    if inputs.get("position_ids") is not None:
+        beside, needs = {*beside, *ENDS}, (*needs, "position_ids")
     for name in needs:
         if not torch.is_tensor(inputs.get(name)):
             return f"a batch holds no `{name}`"
     given = {name: value for name, value in inputs.items() if value is not None and name not in beside}
     if others := given.keys() - {*needs, "attention_mask"}:
-        if "position_ids" in others:
-            return "packed rows (`position_ids`) share in the steps of SFT alone"
         return f"a batch holds `{min(others)}` beside tokens"
     if inputs["input_ids"].dim() != 2 or len({getattr(value, "shape", None) for value in given.values()}) > 1:
         return "tokens, mask and labels of a batch have different shapes"
@@ -232,7 +239,7 @@ def reason_not_rows(
 
 
 def batches_of(window: Sequence[Mapping[str, Any]]) -> list[Batch]:
-    """Return batches that are on the host, packed rows as their documents."""
+    """Return batches on the host, packed rows as their documents."""
     if not [inputs for inputs in window if inputs.get("position_ids") is not None]:
         return on_host([rows_of(inputs) for inputs in window])
     return [unpacked(i) if i.get("position_ids") is not None else on_host([rows_of(i)])[0] for i in window]

@@ -31,27 +31,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.attention import FlatRow
-from hf_hybrid.rows.costs import WORTH, share_saved
+from hf_hybrid.rows.costs import share_saved
 from hf_hybrid.rows.exchange import DIVISORS, MICRO_BATCHES, Copied, Exchange, Seen, seen_now
-from hf_hybrid.rows.facts import Plan, dropout_of
+from hf_hybrid.rows.facts import ModelFacts, Plan, dropout_of
+from hf_hybrid.rows.foreseen import LITTLE, Foreseen
 from hf_hybrid.rows.images import FIRST, in_turn
 from hf_hybrid.rows.recurrent import layers_with_state
 from hf_hybrid.rows.tree import (
     IGNORED,
+    IMAGES,
     LEAST,
+    PACKED,
     WORD,
     Batch,
     Row,
@@ -65,27 +66,22 @@ from hf_hybrid.rows.tree import (
     reason_not_documents,
     reason_not_rows,
 )
-from hf_hybrid.run.run import RandomStates, Run
+from hf_hybrid.run.run import Run
 from hf_hybrid.run.trainer_view import LossView, TrainerView, own_losses, unknown_loss
 
-
-class Foreseen(NamedTuple):
-    """What a run would save in some windows, as far as options, model and rows tell before it begins."""
-
-    reason: str | None = None  # why nothing is saved
-    shared: float = 0.0  # share of the tokens in shared prefixes or without influence on a label
-    padding: float = 0.0  # share of padding; both shares are of the padded rows
-    but: tuple[str, ...] = ()  # what is computed again all the same, or left as it is, in clauses
-
-
-WINDOWS, ROWS_READ = 4, 512
-"""Windows from which [`foresee`] says what a run saves, and the most rows that it reads for that."""
 REMEMBERED = 200_000
 """Tokens of the first windows that are kept, to say what their rows would share if they all stood together."""
 WITHOUT_LAUNCHES = ("cpu",)
 """Devices whose windows are merged as far as padded rows allow, however large the micro-batches are."""
-LITTLE = f"less than {1 - WORTH:.0%} would be saved".replace("%", " %")
 NO_LABEL = "no token of this batch has a label"
+
+
+def reason_not_window(window: Sequence[Any], facts: ModelFacts) -> str | None:
+    """Return why a batch of a window is not rows that this room can read, as far as its form tells."""
+    for inputs in window:
+        if (reason := reason_not_rows(inputs, facts.of_images)) is not None:
+            return reason
+    return None
 
 
 def may_save(batches: Sequence[Any]) -> bool:
@@ -171,15 +167,15 @@ class SharedWindows(Exchange):
         Return what would be saved in these windows of micro-batches, on the host. Nothing is computed and nothing said,
         so random numbers that the model draws beside dropout, and the comparison of the first window, are not known.
         """
-        if (reason := self.reason_plain or self._reason_not_trees()) is not None:
-            return Foreseen(reason)
         facts, dropout = self.facts_of(self.model), dropout_of(self.model)
+        if (reason := self.reason_plain or self._reason_not_trees(facts)) is not None:
+            return Foreseen(reason)
         self._stays_apart = not self.trainer.model_accepts_loss_kwargs and self._has_other_means()
         total = padding = shared = 0
         for window in windows:
-            if (reason := next(filter(None, map(self._reason_not_rows, window)), None)) is not None:
+            if (reason := reason_not_window(window, facts)) is not None:
                 return Foreseen(reason)
-            batches = self._batches_of(window)
+            batches = self._batches_of(window, facts)
             if isinstance(batches, str):
                 return Foreseen(batches)
             shares = not (dropout and self._balances)
@@ -207,7 +203,9 @@ class SharedWindows(Exchange):
     # A step.
 
     def begin_step(self, step: Step) -> None:
-        super().begin_step(step)
+        self.host.known.clear()
+        self._looked_at.clear()
+        self.images = None
         self._is_laid_out = self.in_every_pass = False
         # Code of a user that acts on the first one does so before they are arranged.
         acts = step.acts is not None and all(isinstance(batch, Mapping) for batch in step.batches)
@@ -224,17 +222,15 @@ class SharedWindows(Exchange):
             self.fallbacks.because = self.fallbacks.because or LITTLE
             self.counts["tokens"] += sum(batch["input_ids"].numel() for batch in step.batches)
             return
-        before = self.reason_plain  # all processes know this one
-        reason = self._reason_not_arranged(step)
-        batches: Any = [] if reason is not None else self._batches_of(step.on_host)
+        before, facts = self.reason_plain, self.facts_of(self.model)  # all processes know this reason
+        reason = self._reason_not_arranged(step, facts)
+        batches: Any = [] if reason is not None else self._batches_of(step.on_host, facts)
         if isinstance(batches, str):
             self.fallbacks.cannot_be_exact(reason := batches)
             batches = []
-        apart = reason is None and self._find_apart(step)
-        if any(batch.packed is not None for batch in batches):
-            reason = next(filter(None, map(reason_not_documents, step.on_host)), None)
-            if (reason := "code of yours sees each packed row by itself" if apart else reason) is not None:
-                self.fallbacks.cannot_be_exact(reason)
+        apart = reason is None and self._find_apart(step, facts)
+        if reason is None and (reason := next(filter(None, map(reason_not_documents, step.on_host)), None)) is not None:
+            self.fallbacks.cannot_be_exact(reason)
         self._stays_apart = apart or (step.items is None and self._has_other_means())
         if step.items is None and not self._stays_apart:
             batches = [batch.as_mean() for batch in batches]
@@ -251,43 +247,40 @@ class SharedWindows(Exchange):
             self._lay_out(plan.trees, batches, step, count)
         self._count_window(step, batches, plan.trees)
 
-    def _reason_not_rows(self, inputs: Any) -> str | None:
-        return reason_not_rows(inputs, self.facts_of(self.model).of_images, packed=True)
-
-    def _batches_of(self, window: Sequence[Mapping[str, Any]]) -> list[Batch] | str:
+    def _batches_of(self, window: Sequence[Mapping[str, Any]], facts: ModelFacts) -> list[Batch] | str:
         """Return the batches of a window that is on the host, or why one cannot be read."""
-        encoder = self.facts_of(self.model).encoder
-        coded = [self.images.coded(encoder, inputs, batch) for inputs, batch in zip(window, batches_of(window))]
+        if facts.encoder is None:
+            return batches_of(window)
+        coded = [self._with_images(facts, inputs, batch) for inputs, batch in zip(window, batches_of(window))]
         reasons = [reason for reason in coded if isinstance(reason, str)]
         return reasons[0] if reasons else [batch for batch in coded if isinstance(batch, Batch)]
 
-    def _reason_not_arranged(self, step: Step) -> str | None:
+    def _reason_not_arranged(self, step: Step, facts: ModelFacts) -> str | None:
         """Return why a step gets no trees, and say it. Find out what the model draws."""
         trainer = self.trainer
         loss = vars(trainer).get("compute_loss"), trainer.compute_loss_func, trainer.args.label_smoothing_factor
         if loss != self._loss:  # people set it in a run too
             self._loss, self._in_loss = loss, reason_in_loss(trainer)
-        reason = next(filter(None, map(self._reason_not_rows, step.batches)), None)
-        if (reason := self.reason_plain or self._in_loss or reason or self._reason_not_trees()) is not None:
+        reason = self.reason_plain or self._in_loss or reason_not_window(step.batches, facts)
+        if (reason := reason or self._reason_not_trees(facts)) is not None:
             self.fallbacks.cannot_be_exact(reason)
         # All processes find it out in the same step, as FSDP2 joins their passes.
-        facts = self.facts_of(model := self.model)
         if self.reason_plain is None and facts.reason is None:
+            model = self.model
             model.train()  # as `training_step` does
             if True not in facts.drawn:
                 with trainer.memory.running(), trainer.compute_loss_context_manager():
                     self.drawn_by(model, trainer.args.device)
         return facts.reason or reason
 
-    def _reason_not_trees(self) -> str | None:
+    def _reason_not_trees(self, facts: ModelFacts) -> str | None:
         """Return why the model gets no trees; and find out whether there is a router's loss, of the model or of TRL."""
-        facts = self.facts_of(self.model)
         self._balances = facts.router is not None and getattr(self.trainer, "aux_loss_enabled", facts.balances({}))
         return self.reason_not_trees(facts, balances=self._balances, fused=self._is_fused)
 
-    def _find_apart(self, step: Step) -> bool:
+    def _find_apart(self, step: Step, facts: ModelFacts) -> bool:
         """Find out whether code of a user acts on each of several micro-batches, and say so."""
-        marks, because = self.facts_of(self.model).marks, step.acts
+        marks, because = facts.marks, step.acts
         if because is None and marks is not None and marks.of_gradients:
             because = f"a hook of yours (`{marks.hooks[0]!r:.60}`) sees each by itself"
         if because is not None and len(step.batches) > 1:
@@ -309,7 +302,9 @@ class SharedWindows(Exchange):
         """Return what divides the rows of these batches into trees."""
         by_size = self._fewest if self.trainer.args.device.type in WITHOUT_LAUNCHES else self._divide
         most = min(max(places_of(batches)), self.facts_of(self.model).most_slots)
-        return functools.partial(by_batch if self._stays_apart else by_size, most=most)
+        # DDP waits for gradients of an encoder in the last micro-batch of a window, so images stay in theirs.
+        several = self.trainer.accelerator.num_processes > 1 and any(map(IMAGES, batches))
+        return functools.partial(by_batch if self._stays_apart or several else by_size, most=most)
 
     def _plan_window(self, batches: list[Batch]) -> Plan:
         device, divided = self.trainer.args.device, self._divider(batches)
@@ -329,24 +324,12 @@ class SharedWindows(Exchange):
         merged = self._fewest(rows, max(sum(row.length for row in tree.rows) for tree in own), **options)
         return merged if costs.pays(merged, own) and len(merged) <= len(own) else own
 
-    def _unknown_packed(self, batches: list[Batch]) -> Batch | None:
-        """Return a batch with several documents in a row, of a kind that was not compared with its documents yet."""
-        for batch in batches:
-            if batch.packed is None or len(batch.packed.rows.unique()) == len(batch.packed.rows):
-                continue
-            if self._kind_of(batch) not in self.facts_of(self.model).compared_packed:
-                return batch
-        return None
-
-    def _kind_of(self, batch: Batch) -> tuple:
-        """Return what decides whether transformers keeps the documents of a packed batch apart."""
-        return batch.packed.given.get("attention_mask") is not None, getattr(self.model.config, "use_cache", None)
-
     def _agreed(self, plan: Plan, batches: list[Batch]) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
         trainer, longest = self.trainer, max((tree.longest for tree in plan.trees), default=0)
+        packed = self.facts_of(self.model).unknown_packed(batches) if any(map(PACKED, batches)) else None
         mine = [float(plan.reason is not None), plan.cost, plan.padded, float(len(plan.trees)), float(longest)]
-        mine += [float(self.reason_plain is not None), float(self._unknown_packed(batches) is not None)]
+        mine += [float(self.reason_plain is not None), float(packed is not None)]
         if trainer.accelerator.num_processes > 1:
             of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
             mine = of_all.amax(0).tolist()
@@ -364,17 +347,15 @@ class SharedWindows(Exchange):
         facts = self.facts_of(model)
         adds_up = facts.adds_up or self._is_fused
         # All processes make equally many passes: one that has no such batch takes another.
-        packed = (self._unknown_packed(batches) or batches[0]) if self._has_unknown else None
+        packed = (facts.unknown_packed(batches) or batches[0]) if self._has_unknown else None
         if self._has_compared(model, longest, batches) and adds_up and packed is None:
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
         of_packed = None if packed is None else (packed, Tree.of(packed.rows() or _nothing(batches)[1].rows))
         reason = self.comparison.reason_not_same(model, tree, batches, self._quiet_loss, device, of_packed)
-        if packed is not None and packed.packed is not None:
-            facts.compared_packed.add(self._kind_of(packed))
         if reason is None and not adds_up:
             reason = self.comparison.reason_no_sum(model, tree, batches, self._quiet_loss, device, counted)
-        facts.note_compared(longest, batches)
+        facts.note_compared(longest, packed, any(map(IMAGES, batches)))
         if self.trainer.accelerator.num_processes > 1:
             failed = torch.tensor([float(reason is not None)], device=device)
             if self.trainer.accelerator.gather(failed).max() and reason is None:
@@ -406,11 +387,11 @@ class SharedWindows(Exchange):
         names = names[: 5 if step.parts_add_up else 3 + self._balances]
         tensors: list[Any] = []
         for batch, _ in micro_batches:
-            tensors += (batch.decoded, *batch[1 : len(names)])
+            tensors += (batch.ids if self.images is None else batch.decoded, *batch[1 : len(names)])
         trees_of_batches = [(tree, [batch]) for batch, tree in micro_batches]
-        options = {"repeats": not self._is_fused, "balances": self._balances}
+        options: Any = {"repeats": not self._is_fused, "balances": self._balances, "images": self.images}
         rows, moved = FlatRow.on(self.trainer.args.device, trees_of_batches, tensors, **options)
-        if self.trainer.accelerator.num_processes == 1 and not self.trainer.memory.streams:
+        if self.images is not None and self.trainer.accelerator.num_processes == 1 and not self.trainer.memory.streams:
             rows = in_turn(rows)
         step.window, self._is_laid_out = [None] * (len(step.batches) - count), True
         for (batch, tree), of_tree in zip(micro_batches, rows):
@@ -431,19 +412,15 @@ class SharedWindows(Exchange):
         if not self._is_laid_out:  # the code came since `on_step_begin`
             return
         own = [(tree, [batches[number]]) for number, tree in zip(numbers, trees)]
-        rows, _ = FlatRow.on(device, own, repeats=not self._is_fused, balances=self._balances)
+        options: Any = {"repeats": not self._is_fused, "balances": self._balances, "images": self.images}
+        rows, _ = FlatRow.on(device, own, **options)
         for number, tree, of_tree in zip(numbers, trees, rows):
             seen = self._seen[number] if self._seen else seen_now(step.batches[number])
             self.host.known[seen["input_ids"][0]] = Copied(batches[number], tree, of_tree[0], seen)
 
-    @contextlib.contextmanager
-    def around(self) -> Generator[None]:
-        with super().around():
-            yield
-            self.images.run_backward()
-
     def spare_memory(self) -> str | None:
-        self.images.forget()
+        if self.images is not None:
+            self.images.forget()
         return None
 
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
@@ -455,7 +432,8 @@ class SharedWindows(Exchange):
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
         is_exchanged = step.window is not None or self.in_every_pass
-        self._count_images(batches, trees if is_exchanged else ())
+        if self.images is not None:
+            self._count_images(batches, trees if is_exchanged else ())
         if is_exchanged:
             self.counts["tokens_padding"] += sum(places_of(batches)) - tokens
             self.counts["tokens_shared"] += tokens - sum(tree.size for tree in trees)
@@ -486,15 +464,14 @@ class BalancedWindows(SharedWindows):
 
 @contextlib.contextmanager
 def quiet_metrics(trainer: Any) -> Generator[None]:
-    """Context whose losses leave no trace in the metrics that TRL's `compute_loss` collects."""
-    metrics = vars(trainer).get("_metrics")
-    if metrics is not None:
-        trainer._metrics = {mode: defaultdict(list) for mode in metrics}
+    """Context whose losses leave no trace in the metrics that TRL's `compute_loss` collects, tokens among them."""
+    kept = {name: vars(trainer)[name] for name in ("_metrics", "_total_train_tokens") if name in vars(trainer)}
+    if "_metrics" in kept:
+        trainer._metrics = {mode: defaultdict(list) for mode in kept["_metrics"]}
     try:
         yield
     finally:
-        if metrics is not None:
-            trainer._metrics = metrics
+        vars(trainer).update(kept)
 
 
 def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
@@ -508,26 +485,6 @@ def _nothing(batches: list[Batch]) -> tuple[Batch, Tree]:
     return batch, Tree.of([Row(0, ids[0].numpy().astype(WORD).tobytes(), 1, 0, 0, 0, 0)])
 
 
-def foresee(trainer: Any) -> Foreseen | None:
-    """
-    Return what a run would save in its first windows, before it begins. `None` if that is found out in each step: rows
-    are no windows, or a stream, which is read once. Random generators are as before.
-    """
-    if trainer.rows is None:
-        return Foreseen("`share_rows` is off")
-    if not isinstance(trainer.rows, SharedWindows) or isinstance(trainer.train_dataset, IterableDataset):
-        return None
-    with RandomStates.now(trainer.args.device).again():
-        loader, accumulated = trainer.get_train_dataloader(), trainer.args.gradient_accumulation_steps
-        of_window = trainer.args.per_device_train_batch_size * accumulated
-        count = min(WINDOWS, max(ROWS_READ // of_window, 1)) * accumulated
-        batches = [
-            loader.collate_fn([loader.dataset[index] for index in chosen])
-            for chosen in itertools.islice(loader.batch_sampler, count)
-        ]
-    return trainer.rows.foresee([batches[n : n + accumulated] for n in range(0, len(batches), accumulated)])
-
-
 def reason_in_loss(trainer: TrainerView) -> str | None:
     """Return why a trainer's loss may read more than the model's."""
     if trainer.compute_loss_func is not None:
@@ -535,7 +492,7 @@ def reason_in_loss(trainer: TrainerView) -> str | None:
     if trainer.args.label_smoothing_factor:
         return f"`label_smoothing_factor={trainer.args.label_smoothing_factor}` reads logits of padded rows"
     if own := own_losses(trainer):
-        return f"`{own[0][1]}.compute_loss` may read more than the loss"
+        return f"`{'.'.join(own[0][1:])}` may read more than the loss"
     return None
 
 

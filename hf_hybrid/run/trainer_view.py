@@ -8,6 +8,7 @@ imports them. A function that reads one or two things takes these.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -217,19 +218,29 @@ IN_PLACE = "the function in place of"
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
-def own_losses(trainer: TrainerView) -> list[tuple[str, str]]:
+def own_losses(trainer: TrainerView) -> list[tuple[str, str, str]]:
     """
-    Return package and name of the classes of a trainer that compute a loss of their own, not the model's, the outermost
-    first. A function that somebody put on the trainer, or into a class, is one of the package that it was written in.
+    Return package and name of the classes of a trainer that compute a loss of their own, not the model's, and the
+    method that does, the outermost first. A function that somebody put on the trainer, or into a class, is one of the
+    package that it was written in. A class with a whole `training_step` of its own computes one too.
     """
     found = []
     for place in (trainer, *type(trainer).__mro__):
-        if (method := vars(place).get("compute_loss")) is not None:
+        own = vars(place).get("compute_loss")
+        if (method := own or _whole_step(place)) is not None:
             name = place.__name__ if isinstance(place, type) else "trainer"
             owner, package = (place if isinstance(place, type) else type(place)).__module__, package_of(method)
             if package != owner.partition(".")[0] or (package, name) not in _PLAIN_LOSSES:
-                found.append((package, name))
+                found.append((package, name, "training_step" if own is None else "compute_loss"))
     return [loss for loss in found if loss[0] != "hf_hybrid"]
+
+
+def _whole_step(place: Any) -> Any:
+    """Return the `training_step` of a class if it calls neither `compute_loss` nor another `training_step`."""
+    step = vars(place).get("training_step") if isinstance(place, type) else None
+    code = getattr(inspect.unwrap(step), "__code__", None) if step is not None else None
+    calls = code is None or code.co_freevars or {"compute_loss", "training_step"} & {*code.co_names}
+    return None if calls else step
 
 
 def unknown_loss(trainer: TrainerView) -> str | None:
@@ -244,7 +255,7 @@ def unknown_loss(trainer: TrainerView) -> str | None:
     elif (kind := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
         what = f"`loss_type={kind}`"
     elif unknown:
-        what = f"`{unknown[0][1]}.compute_loss`"
+        what = f"`{'.'.join(unknown[0][1:])}`"
     elif "_loss_function" in vars(model):
         what = "the model's `loss_function`"
     elif (own := own_forward(model)) is not None:
@@ -269,6 +280,13 @@ def own_forward(model: Any) -> str | None:
     return _foreign(model) or (None if name in known or name.endswith(_LANGUAGE_MODELS) else f"`{name}`")
 
 
+def classifies(model: Any) -> bool:
+    """Whether a model of transformers has no head over its vocabulary: it classifies rows or tokens."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = getattr(model, "get_output_embeddings", lambda: model)()
+    return head is None and own_forward(model) is not None and _foreign(model) is None
+
+
 def _foreign(model: Any) -> str | None:
     """Return the outermost `forward` of a model, or one inside of it, that is not of [`FORWARDS`]."""
     owner = next(owner for owner in type(model).__mro__ if "forward" in vars(owner))
@@ -284,9 +302,9 @@ def acts_beside_layers(trainer: TrainerView, code: Code, layers: Iterable[torch.
     Return what code of a user may leave something of a micro-batch, or find it, beside the inputs and outputs of
     layers, as a clause; `None` if none does.
     """
-    own = [name for package, name in own_losses(trainer) if package not in LIBRARIES]
+    own = [loss for loss in own_losses(trainer) if loss[0] not in LIBRARIES]
     if own:
-        return f"`{own[0]}.compute_loss` may note something of a micro-batch, or read what layers leave"
+        return f"`{'.'.join(own[0][1:])}` may note something of a micro-batch, or read what layers leave"
     for hook in code.hooks:
         if package_of(hook) not in LIBRARIES or type(hook).__module__.startswith("torch.nn.utils"):
             return f"the hook `{_name_of(hook)}` may note something of a micro-batch"

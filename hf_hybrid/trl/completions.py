@@ -294,6 +294,7 @@ def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
     half = torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32
     try:
         with as_before(model, model.device):
+            model.eval()
             distance = apart(padded(two).logits, flat(two, two.prompts.tree(), facts).logits)
     except Exception as error:
         if is_out_of_memory(error):
@@ -301,7 +302,7 @@ def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
         return f"the model does not take a tree ({type(error).__name__}: {error})"
     if not distance <= TOLERANCES[half]:
         return f"logits of a tree are {distance:.1e} of their length away from those of padded rows"
-    facts.note_compared(len(longest), () if batch is None else (batch,))
+    facts.note_compared(len(longest), images=batch is not None)
     return None
 
 

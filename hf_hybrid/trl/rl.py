@@ -10,12 +10,13 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, hybrid_values, option, options_of
@@ -27,6 +28,7 @@ from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.facts import Marks
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
+from hf_hybrid.rows.tree import Rows, rows_of_states
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.run.trainer_view import module_of_user, overridden
@@ -331,6 +333,20 @@ class HybridRLOOConfig(RolloutConfigBase, RLOOConfig):
 # Trainers.
 
 
+class PromptRows(Exchange):
+    """Shares the rows of completions. Before a run their prompts are known, which rollouts compute as one tree."""
+
+    unforeseen = ("these are shares of the tokens of prompts: completions are not there yet",)
+    tokens_of: Callable[[list], list[list[int]] | None]
+
+    def rows_foreseen(self, batch: Any) -> Rows | None:
+        if (prompts := self.tokens_of([row["prompt"] for row in batch])) is None:
+            return None
+        ids = [torch.tensor(row).flip(0) for row in prompts]
+        padded = [pad_sequence(t, batch_first=True).flip(1) for t in (ids, [torch.ones_like(row) for row in ids])]
+        return rows_of_states(dict(zip(("input_ids", "attention_mask"), padded)))
+
+
 class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible-method-override]
     """
     Common part of both trainers. It hands TRL's loss the planned micro-batches in place of TRL's own. `self.rollouts`
@@ -362,7 +378,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if args.torch_compile:
             why = "`torch_compile=True` would compile anew for each length of a generation"
         # `auto` is on: without leaps the trainer is not asked to be TRL's to the bit.
-        self.rows = Exchange(getattr(args, "share_rows", "auto") == "off", why, half_precision)
+        self.rows = PromptRows(getattr(args, "share_rows", "auto") == "off", why, half_precision)
+        tools = "environment_factories"  # prompts have those of the environments of a step
+        self.rows.tokens_of = lambda rows: None if getattr(self, tools, None) else self._tokenize_prompts(rows)[0]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     def own_parts(self) -> list[Part]:

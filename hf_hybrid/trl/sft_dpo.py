@@ -264,6 +264,11 @@ def rows_of_pairs(batch: Mapping[str, torch.Tensor]) -> Rows:
 class PairRows(MergedRows):
     """Shares the rows of preference pairs, whose micro-batches are copied to the host together, and merged."""
 
+    unforeseen = ("micro-batches that are merged may share more",)
+
+    def rows_foreseen(self, batch: Any) -> Rows | None:
+        return rows_of_pairs(batch) if all(torch.is_tensor(batch.get(name)) for name in _PAIRS) else None
+
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
         pairs = [

@@ -35,6 +35,10 @@ DELTA = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12, "query_pre_attn_scalar": 8}
+PER_LAYER = {
+    "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "global_head_dim": 8,
+    "use_bidirectional_attention": "vision",
+}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 THREE = {**ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
 QWEN = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -48,6 +52,9 @@ DEEP = {**QWEN3, "deepstack_visual_indexes": [0, 1]}
 TOWER = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 24,
     "patch_size": 6, "projection_dim": 32,
+}  # fmt: skip
+PATCHES = {
+    "head_dim": 8, "num_key_value_heads": 2, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 280,
 }  # fmt: skip
 SQUARE = {"height": 24, "width": 24}
 CROP = {"size": {"shortest_edge": 24}, "crop_size": SQUARE}
@@ -68,6 +75,20 @@ class Qwen2Processor(NoVideos, transformers.Qwen2VLProcessor):
 
 class Qwen3Processor(NoVideos, transformers.Qwen3VLProcessor):
     pass
+
+
+class Gemma4Processor(NoVideos, transformers.Gemma4Processor):
+    """It takes no sounds either."""
+
+    def __init__(self, image_processor, tokenizer, chat_template=None):
+        self.image_token, self.image_token_id = tokenizer.image_token, tokenizer.image_token_id
+        self.boi_token, self.eoi_token, self.boa_token, self.eoa_token = (
+            tokenizer.boi_token,
+            tokenizer.eoi_token,
+            "",
+            "",
+        )
+        transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
 
 class PrefixProcessor(transformers.PaliGemmaProcessor):
@@ -116,7 +137,7 @@ SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False
 KINDS = {
     "qwen2_vl": _qwen(Qwen2Processor, QWEN2, rope=ROPE),
     "qwen2_5_vl": _qwen(Qwen2Processor, QWEN2_5, rope=ROPE),
-    "qwen3_vl": _qwen(Qwen3Processor, DEEP),
+    "qwen3_vl": _qwen(Qwen3Processor, DEEP, num_hidden_layers=3),  # what is added behind the last one changes nothing
     "qwen3_5": _qwen(Qwen3Processor, QWEN3, **DELTA),
     "idefics3": _tiles("Idefics3Image"),
     "smolvlm": _tiles("SmolVLMImage"),
@@ -126,6 +147,12 @@ KINDS = {
         "processor": (transformers.Gemma3Processor, {"image_seq_length": 4}), "place": "<boi>", "tower": "vision_tower",
         "pictures": ("Gemma3ImageProcessorPil", {"size": SQUARE}), "text": SLIDING, "vision": SIGLIP,
         "model": {"mm_tokens_per_image": 4, "boi_token_index": "<boi>", "eoi_token_index": "<eoi>"},
+    },
+    "gemma4": {
+        "processor": (Gemma4Processor, {}), "tower": "vision_tower", "text": {**SLIDING, **PER_LAYER},
+        "pictures": ("Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
+        "vision": {**TOWER, **PATCHES},
+        "model": {"boi_token_id": "<boi>", "eoi_token_id": "<eoi>", "audio_token_id": 2, "audio_config": None},
     },
     "paligemma": {
         "processor": (PrefixProcessor, {}), "tower": "vision_tower",
@@ -231,9 +258,9 @@ def _rows(count, each, several, system, **columns):
     return Dataset.from_list(found, features=Features(kinds))
 
 
-def sft_rows(count=24, each=4, several=True, system=0):
+def sft_rows(count=24, each=4, several=True, system=0, longest=8):
     """The same `each` questions on every picture, and answers, behind a system prompt of `system` words."""
-    return _rows(count, each, several, system, completion=(2, 8))
+    return _rows(count, each, several, system, completion=(2, longest))
 
 
 def conversations(count=24, each=4, several=True, system=0):
@@ -246,9 +273,9 @@ def conversations(count=24, each=4, several=True, system=0):
     return Dataset.from_list(rows, features=Features({"images": List(ImageFeature()), "messages": MESSAGES}))
 
 
-def pairs(count=16, each=2, several=True, system=0):
+def pairs(count=16, each=2, several=True, system=0, longest=8):
     """Preferences among two answers."""
-    return _rows(count, each, several, system, chosen=(2, 8), rejected=(2, 8))
+    return _rows(count, each, several, system, chosen=(2, longest), rejected=(2, longest))
 
 
 def judged(count=16, each=2, several=True, system=0):

@@ -172,7 +172,8 @@ def both(name, kind, folder, **options):
 
 
 def assert_same(run, half=False):
-    gradients = apart(run.theirs.found, run.ours.found)
+    # A bias of keys has no gradient but rounding.
+    gradients = apart(*({n: g for n, g in of.found.items() if "k_proj.bias" not in n} for of in (run.theirs, run.ours)))
     pairs = zip(run.plain.model.parameters(), run.trained.model.parameters(), strict=True)
     after = max((theirs - ours).abs().max().item() for theirs, ours in pairs)
     assert gradients < (0.1 if half else 1e-5) and after < (1e-2 if half else 1e-6)

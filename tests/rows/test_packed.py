@@ -1,5 +1,7 @@
 """Packed rows are computed as the documents that they hold: the update is that of `Trainer` and of TRL's packing."""
 
+import functools
+
 import pytest
 import torch
 from conftest import assert_same_weights, mostly_slow, weights
@@ -7,7 +9,8 @@ from test_windows import Gradients, apart, build, checkpointing_option, config_v
 from transformers import Trainer, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.rows.tree import IGNORED, Tree, places_of, reason_not_documents, unpacked
+from hf_hybrid.rows.attention import FlatRow
+from hf_hybrid.rows.tree import IGNORED, Tree, places_of, reason_not_documents, rows_of, unpacked
 
 SYSTEM = list(range(40, 64))
 
@@ -140,10 +143,52 @@ class Own(HybridTrainer):
 
 
 def test_code_of_a_user_gets_packed_rows(tmp_path):
+    """The documents of each share, as it gets one by one."""
     trained, _ = train(Own, HybridConfig, tmp_path / "own", packs(documents()), build(), leap_gain=0)
     plain, _ = train(Trainer, TrainingArguments, tmp_path / "plain", packs(documents()), build())
-    assert_same_weights(weights(plain.model), weights(trained.model))
-    assert "code of yours" in trained.hybrid_summary()["plain_rows_because"]
+    assert apart(weights(plain.model), weights(trained.model)) < 1e-6
+    assert trained.hybrid_summary()["tokens_shared"] > 0
+    assert trained.hybrid_summary()["plain_rows_because"] is None
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    losses = torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="none"
+    )
+    return (losses * torch.linspace(1, 2, len(losses))).sum() / (num_items_in_batch or len(losses))
+
+
+class OwnLoss:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        loss = own_loss(outputs, inputs["labels"], num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+LOSSES = {
+    "a function": lambda kind: (kind, {"compute_loss_func": own_loss}),
+    "a method": lambda kind: (type("Own", (OwnLoss, kind), {}), {}),
+    "smoothed": lambda kind: (kind, {"label_smoothing_factor": 0.3}),
+    "the model's": lambda kind: (kind, {}),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_packed_rows_and_evaluations_are_those_of_trainer(loss, tmp_path, monkeypatch):
+    """A loss that weighs places of a packed row finds its states and labels there. It shares with a gradient alone."""
+    rows, found, exchanged, inputs = packs(documents()), [], [], FlatRow.inputs
+    monkeypatch.setattr(FlatRow, "inputs", lambda row, *args, **of: exchanged.append(row) or inputs(row, *args, **of))
+    for own, config, more in ((Trainer, TrainingArguments, {}), (HybridTrainer, HybridConfig, {"leap_gain": 0})):
+        kind, options = LOSSES[loss](own)
+        beside = {name: options.pop(name) for name in ("compute_loss_func",) if name in options}
+        make = functools.partial(kind, eval_dataset=rows[:4], **beside)
+        trained, _ = train(make, config, tmp_path, rows, build(), per_device_eval_batch_size=1, **options, **more)
+        exchanged.clear()
+        found.append((weights(trained.model), trained.evaluate()["eval_loss"]))
+    assert len(exchanged) == (4 if loss == "the model's" else 0)
+    assert apart(found[0][0], found[1][0]) < 1e-6 and found[1][1] == pytest.approx(found[0][1], rel=1e-5)
+    summary = trained.hybrid_summary()
+    assert summary["plain_rows_because"] is None and summary["tokens_shared"] > 0.5 * summary["tokens"]
 
 
 def test_ends_that_are_told_otherwise(tmp_path):
@@ -164,7 +209,7 @@ def test_documents_of_packed_rows():
         "labels": torch.tensor([[-100, 12, 13, 21, 22, 31], [42, 43, -100, -100, 52, -100]]),
         "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0], [2, 3, 0, 0, 1, 0]]),
     }
-    batch = unpacked(inputs)
+    batch = unpacked(inputs, rows_of)
     rows = batch.rows()
     assert [row.length for row in rows] == [3, 2, 1, 1] and [row.position for row in rows] == [0, 0, 2, 0]
     tokens = [list(memoryview(row.ids).cast("B")[3::4]) for row in rows]

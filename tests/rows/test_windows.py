@@ -293,19 +293,27 @@ def test_trainings_whose_losses_are_means_compose(case, means_of_trainer, tmp_pa
     assert bool(summary["out_of_memory"]) == (case == "out of memory")
 
 
-def test_images_keep_padded_rows(tmp_path):
-    """They stand in tensors of their own, which have no place in a tree."""
+@pytest.mark.parametrize("kind", ["text", "videos"])
+def test_what_a_batch_tells_beside_tokens(kind, tmp_path):
+    """Rows of text of a model that sees share; where a token is one of a video, rows are padded."""
 
     def collate(rows):
         made = pad(rows)
-        return {**made, "mm_token_type_ids": torch.zeros_like(made["input_ids"])}
+        types = torch.zeros_like(made["input_ids"])
+        types[0, 0] = 2 if kind == "videos" else 0
+        return {**made, "mm_token_type_ids": types}
 
     options = {"data_collator": collate, "max_steps": 2}
     expected, found = (
         train(tmp_path, KINDS["agent"](), model=with_eyes.build("qwen3_vl"), **options) for train in (plain, shared)
     )
-    assert_same_weights(weights(expected.model), weights(found.model))
-    assert "`mm_token_type_ids` beside tokens" in found.hybrid_summary()["plain_rows_because"]
+    summary = found.hybrid_summary()
+    if kind == "text":
+        assert apart(weights(expected.model), weights(found.model)) < 1e-5
+        assert summary["tokens_shared"] and summary["plain_rows_because"] is None
+    else:
+        assert_same_weights(weights(expected.model), weights(found.model))
+        assert "`mm_token_type_ids` of a batch tell of more than images" in summary["plain_rows_because"]
 
 
 @pytest.mark.slow
@@ -1025,6 +1033,16 @@ def test_dropout_is_said_where_the_first_rows_share_nothing(tmp_path, caplog):
     options = {"max_steps": 2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 1}
     shared(tmp_path, alone + alike, model=build(attention_dropout=0.1), **options)
     assert any("draws dropout (0.1) once" in record.getMessage() for record in caplog.records)
+
+
+def test_dropout_is_not_said_to_be_drawn_once_where_too_little_would_be_saved(tmp_path, caplog):
+    """Rows share 7 % of their tokens, but the head, which is most of the work, scores all of them."""
+    caplog.set_level(logging.INFO, "hf_hybrid")
+    rows = [row((list(range(40, 44)) + list(range(10 + n, 46 + n)), 1)) for n in range(8)]
+    model, options = build(attention_dropout=0.1, vocab_size=2048), {"max_steps": 2, "eval_strategy": "no"}
+    summary = shared(tmp_path, rows, model=model, **options).hybrid_summary()
+    assert summary["tokens_shared"] == 0 and not summary["dropout_drawn_once"]
+    assert "once" not in caplog.text
 
 
 def test_layer_drop_keeps_padded_rows(tmp_path):

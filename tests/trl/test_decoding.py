@@ -232,6 +232,18 @@ def test_prompts_that_are_padded_rows(name, reason, caplog):
     assert sum(reason in record.message for record in caplog.records) == 1
 
 
+def test_prompts_under_dropout_are_a_tree():
+    """They are compared without it, and draw it once."""
+    made = model.__wrapped__("llama").train()
+    for layer in made.model.layers:
+        layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.2))
+    rows, inputs = batch([20, 24], prompts=6, beginnings=[range(20, 70)])
+    decoding = Decoding(off=False)
+    completed(made, rows, inputs, config(do_sample=True), decoding)
+    assert decoding.padded.because is None and decoding.plain_because is None and made.training
+    assert decoding.counts["prompt_tokens_shared"] > 200
+
+
 def test_padding_to_a_multiple_and_prompts_that_differ():
     """TRL's `pad_to_multiple_of`; and later turns with tools, where no prompt is another's."""
     rows, inputs = batch([5, 9])
@@ -509,6 +521,14 @@ def test_other_engines_are_left_alone(tmp_path, monkeypatch, caplog):
 def test_the_option_is_checked(tmp_path):
     with pytest.raises(ValueError, match="`rollouts` must be one of auto, off"):
         HybridGRPOConfig(str(tmp_path), use_cpu=True, rollouts="on")
+
+
+def test_prompts_tell_before_a_run_what_rollouts_leave_out(tmp_path):
+    """Copies of a prompt at least: completions are not there yet."""
+    trainer = build(HybridGRPOTrainer, tmp_path, 0.7, max_steps=1, share_rows="auto")
+    said = trainer.would_save()
+    assert said["reason"] is None and said["shared"] >= 1 - 1 / trainer.num_generations - 0.1
+    assert said["but"] == ("these are shares of the tokens of prompts: completions are not there yet",)
 
 
 def test_counts_go_on_after_a_resume(tmp_path):

@@ -35,6 +35,7 @@ from trl import (  # noqa: E402
     TrlParser,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 from trl.experimental.tpo import TPOConfig, TPOTrainer  # noqa: E402
 
@@ -142,6 +143,20 @@ def test_weights_are_those_of_trl(name, tmp_path):
         assert found["tokens_shared"] > 0.2 * found["tokens"]
 
 
+def test_pairs_that_a_step_draws_and_judges(tmp_path, monkeypatch):
+    """The loss is computed in `training_step`, of tokens that the model generates there."""
+
+    class Judged(OnlineDPOTrainer):
+        def __init__(self, **given):
+            super().__init__(reward_funcs=lambda completions, **_: [float(len(c) % 3) for c in completions], **given)
+
+    rows = [{"prompt": PAIRS[n]["prompt"]} for n in range(16)]
+    monkeypatch.setitem(TRAINERS, "judged", (Judged, OnlineDPOConfig, rows, LlamaForCausalLM, ()))
+    theirs, ours = (train("judged", tmp_path / str(hybrid), hybrid, max_new_tokens=6) for hybrid in (False, True))
+    found = check_equal(theirs, ours)
+    assert found["tokens_shared"] > 0.2 * found["tokens"]
+
+
 def theirs_before(name):
     return model(TRAINERS[name][3]).parameters()
 
@@ -181,6 +196,20 @@ def test_under_dropout_a_shared_prefix_draws_once(tmp_path):
     trainer = train("reward", tmp_path, True, config={"attention_dropout": 0.1}, disable_dropout=False)
     found = trainer.hybrid_summary()
     assert found["tokens_padding"] > 0 < found["tokens_shared"] and found["dropout_drawn_once"]
+
+
+def test_what_would_be_saved_is_said_before(tmp_path):
+    """As far as batches tell it: not what a loss puts together or generates."""
+    trainer = train("reward", tmp_path, True, max_steps=1, num_train_epochs=1)
+    said, found = trainer.would_save(), trainer.hybrid_summary()
+    whole = found["tokens"] + found["tokens_padding"]
+    assert said["reason"] is None and said["but"] == ()
+    assert said["shared"] == pytest.approx(found["tokens_shared"] / whole, abs=0.1)
+    assert said["padding"] == pytest.approx(found["tokens_padding"] / whole, abs=0.1)
+    assert train("cpo", tmp_path, True, max_steps=1).would_save() is None
+    assert (
+        train("reward", tmp_path, True, max_steps=1, neftune_noise_alpha=5.0).would_save()["reason"].startswith("`nef")
+    )
 
 
 class Margin(RewardTrainer):
@@ -352,8 +381,6 @@ def test_two_processes(tmp_path):
 
 
 def test_a_number_for_each_epoch_is_left_to_trl(tmp_path):
-    from trl.experimental.online_dpo import OnlineDPOConfig
-
     assert hybrid_config(OnlineDPOConfig)(str(tmp_path), beta=[0.1, 0.2], use_cpu=True).beta == [0.1, 0.2]
 
 
