@@ -90,7 +90,7 @@ def both(name, folder, kind="grpo", ours=None, **options):
 def assert_same(theirs, ours):
     assert theirs.completions == ours.completions
     before, after = weights(theirs.trainer.model), weights(ours.trainer.model)
-    assert max((before[name] - after[name]).abs().max().item() for name in before) < 1e-6
+    assert max((before[name] - after[name]).abs().max().item() for name in before) < 5e-6
 
 
 @pytest.fixture(params=["growing", "captured"])
@@ -115,14 +115,16 @@ def batch_of(name, processor):
     return dict(processor(images=images, text=texts, **options))
 
 
-IN_TREES = [name for name in vision.KINDS if name not in ("qwen3_5", "gemma3", "paligemma")]
+DECODED = [name for name in vision.KINDS if name != "gemma4"]
+"""Those whose completions are computed here; Gemma 4 gets `image_position_ids`."""
+IN_TREES = [name for name in DECODED if name not in ("qwen3_5", "gemma3", "paligemma")]
 QUICK_WAYS = {
     *((name, "sampled") for name in ("qwen2_vl", "qwen3_vl", "qwen3_5", "idefics3", "llava_next", "gemma3")),
     ("paligemma", "sampled"), ("qwen2_5_vl", "greedy"), ("smolvlm", "repetitions"), ("llava", "top p"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, way", mostly_slow([*itertools.product(vision.KINDS, WAYS)], QUICK_WAYS))
+@pytest.mark.parametrize("name, way", mostly_slow([*itertools.product(DECODED, WAYS)], QUICK_WAYS))
 def test_completions_are_those_of_generate(name, way, passes):
     model, processor = vision.vision_model(name)
     inputs, encoded = batch_of(name, processor), Encoded(name, model.eval())
@@ -174,7 +176,7 @@ RUNS = {
     "several steps": {"num_iterations": 2},
     "adapters and a reference": {"change": adapted, "beta": 0.1},
 }
-OF_RUNS = [*itertools.product(vision.KINDS, RUNS)]
+OF_RUNS = [*itertools.product(DECODED, RUNS)]
 QUICK_RUNS = [
     ("qwen3_vl", "grpo"), ("qwen3_5", "several steps"), ("idefics3", "adapters and a reference"), ("gemma3", "grpo"),
     ("paligemma", "grpo"), ("qwen2_5_vl", "rloo"),
