@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+import types
 from collections.abc import Callable
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -40,6 +42,22 @@ class Stopwatch:
                 self.seconds += time.process_time() - start
 
         return timed
+
+
+_METHODS: dict[tuple[type, str], Callable] = {}
+
+
+def put_around(trainer: Any, name: str, wrap: Callable[[Callable], types.FunctionType]) -> None:
+    """
+    Wrap a method of all trainers of this one's class, in place of what was put around it before.
+
+    Where a user has a method that sees micro-batches, the package leaves nothing out. A clock only looks on, so what it
+    puts there claims to be of the trainer's module.
+    """
+    kind = type(trainer)
+    around = wrap(_METHODS.setdefault((kind, name), getattr(kind, name)))
+    names = {**around.__globals__, "__name__": kind.__module__}
+    setattr(kind, name, types.FunctionType(around.__code__, names, name, around.__defaults__, around.__closure__))
 
 
 def paired_ratio(train: Callable[[str, StepClock], None], base: str, other: str, rounds: int) -> dict:

@@ -45,6 +45,7 @@ from benchmarks.gpu.models import (
     tokenizer,
 )
 from benchmarks.gpu.sft import saved
+from benchmarks.timing import put_around
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
 
 PROMPTS, COMPLETIONS, MICRO_BATCHES = 8, 8, 4
@@ -98,21 +99,23 @@ class Parts(TrainerCallback):
 
     def _around(self, trainer: GRPOTrainer, method: str, part: list[float]) -> None:
         """Time a method of the trainer. Generation runs inside of `training_step`, and is subtracted there."""
-        call = getattr(trainer, method)
 
-        def timed(*args, **kwargs):
-            synchronize()
-            begin, inner = time.perf_counter(), self.generation[-1]
-            result = call(*args, **kwargs)
-            synchronize()
-            part[-1] += time.perf_counter() - begin
-            if part is self.generation:
-                self.lengths += [len(completion) for completion in result[0]]
-            else:
-                part[-1] -= self.generation[-1] - inner
-            return result
+        def wrap(call):
+            def timed(*args, **kwargs):
+                synchronize()
+                begin, inner = time.perf_counter(), self.generation[-1]
+                result = call(*args, **kwargs)
+                synchronize()
+                part[-1] += time.perf_counter() - begin
+                if part is self.generation:
+                    self.lengths += [len(completion) for completion in result[0]]
+                else:
+                    part[-1] -= self.generation[-1] - inner
+                return result
 
-        setattr(trainer, method, timed)
+            return timed
+
+        put_around(trainer, method, wrap)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.profiled and state.global_step == args.max_steps - 1:

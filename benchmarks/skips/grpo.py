@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.texts import language_reference
-from benchmarks.timing import Stopwatch
+from benchmarks.timing import Stopwatch, put_around
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
 
 ARMS = {"trl": (GRPOTrainer, GRPOConfig), "hybrid": (HybridGRPOTrainer, HybridGRPOConfig)}
@@ -57,8 +57,8 @@ class UpdateClock:
 
     def __init__(self, trainer: GRPOTrainer):
         self._step, self._generation = Stopwatch(), Stopwatch()
-        trainer.training_step = self._step.around(trainer.training_step)
-        trainer._generate_and_score_completions = self._generation.around(trainer._generate_and_score_completions)
+        put_around(trainer, "training_step", self._step.around)
+        put_around(trainer, "_generate_and_score_completions", self._generation.around)
 
     @property
     def generation(self) -> float:
@@ -69,24 +69,29 @@ class UpdateClock:
         return self._step.seconds - self._generation.seconds
 
 
-def train(arm: str, share: float, steps: int, tokens: int) -> tuple[float, dict[str, torch.Tensor], dict]:
-    """Return the CPU seconds of the update phase, the weights at the end, and what was left out."""
+def trainer_of(arm: str, share: float, steps: int, tokens: int, folder: Path | str, **options) -> GRPOTrainer:
+    """A trainer of ten prompts per step and process."""
     trainer_class, config_class = ARMS[arm]
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(CHARACTERS), hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, eos_token_id=1, pad_token_id=0, bos_token_id=None, tie_word_embeddings=True,
     )  # fmt: skip
-    alone = {"share_rows": "off"} if arm == "hybrid" else {}
+    options = {"share_rows": "off", **options} if arm == "hybrid" else options
+    args = config_class(
+        str(folder), max_steps=steps, per_device_train_batch_size=8, gradient_accumulation_steps=5, num_generations=4,
+        max_completion_length=tokens, learning_rate=1e-2, optim="sgd", shuffle_dataset=False, bf16=False,
+        use_cpu=True, report_to="none", save_strategy="no", logging_steps=steps, disable_tqdm=True,
+        dataloader_pin_memory=False, **options,
+    )  # fmt: skip
+    model, data = LlamaForCausalLM(config), prompts(share)
+    return trainer_class(model, reward, args, train_dataset=data, processing_class=make_tokenizer())
+
+
+def train(arm: str, share: float, steps: int, tokens: int) -> tuple[float, dict[str, torch.Tensor], dict]:
+    """Return the CPU seconds of the update phase, the weights at the end, and what was left out."""
     with tempfile.TemporaryDirectory() as folder:
-        args = config_class(
-            folder, max_steps=steps, per_device_train_batch_size=8, gradient_accumulation_steps=5, num_generations=4,
-            max_completion_length=tokens, learning_rate=1e-2, optim="sgd", shuffle_dataset=False, bf16=False,
-            use_cpu=True, report_to="none", save_strategy="no", logging_steps=steps, disable_tqdm=True,
-            dataloader_pin_memory=False, **alone,
-        )  # fmt: skip
-        model, data = LlamaForCausalLM(config), prompts(share)
-        trainer = trainer_class(model, reward, args, train_dataset=data, processing_class=make_tokenizer())
+        trainer = trainer_of(arm, share, steps, tokens, folder)
         clock = UpdateClock(trainer)
         trainer.train()
         found = trainer.hybrid_summary() if arm == "hybrid" else {}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    TrainerCallback,
     set_seed,
 )
 from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
@@ -32,6 +30,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from benchmarks.results import Results, command_line, provenance
 from benchmarks.skips.prompts import passages
 from benchmarks.speedup.pretrained import FOLDER
+from benchmarks.timing import StepClock
 from hf_hybrid.trainer import HybridTrainerMixin
 
 LENGTHS = [64, 96, 160, 192]
@@ -40,19 +39,6 @@ TRAINERS: dict[str, tuple[type, type, type]] = {
     "orpo": (ORPOTrainer, ORPOConfig, AutoModelForCausalLM),
     "kto": (KTOTrainer, KTOConfig, AutoModelForCausalLM),
 }
-
-
-class Steps(TrainerCallback):
-    """CPU seconds of each step."""
-
-    def __init__(self):
-        self.seconds: list[float] = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.begun = time.process_time()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seconds.append(time.process_time() - self.begun)
 
 
 def rows_of(name: str, tokenizer: Any, count: int) -> list[dict]:
@@ -73,7 +59,7 @@ def train(name: str, hybrid: bool, steps: int) -> tuple[list[float], list[float]
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     more = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id} if name == "reward" else {}
     models = [model_class.from_pretrained(FOLDER, dtype=torch.float32, **more) for _ in range(1 + (name == "kto"))]
-    watch, made = Steps(), type("Hybrid", (HybridTrainerMixin, trainer_class), {}) if hybrid else trainer_class
+    watch, made = StepClock(), type("Hybrid", (HybridTrainerMixin, trainer_class), {}) if hybrid else trainer_class
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(
             folder, max_steps=steps + 1, per_device_train_batch_size=8 if name == "kto" else 4, optim="sgd",
@@ -91,7 +77,7 @@ def train(name: str, hybrid: bool, steps: int) -> tuple[list[float], list[float]
         trainer.train()
     summary = trainer.hybrid_summary() if hybrid else {}
     counts = {key: summary[key] for key in ("tokens", "tokens_padding", "tokens_shared") if key in summary}
-    return watch.seconds[1:], [line["loss"] for line in trainer.state.log_history if "loss" in line], counts
+    return watch.steps, [line["loss"] for line in trainer.state.log_history if "loss" in line], counts
 
 
 def main() -> None:

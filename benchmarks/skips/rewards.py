@@ -38,6 +38,7 @@ from benchmarks.results import Results, command_line, provenance
 from benchmarks.skips.grpo import ARMS, CHARACTERS, make_tokenizer
 from benchmarks.speedup.pretrained import FOLDER
 from benchmarks.texts import language_reference
+from benchmarks.timing import put_around
 
 PARTS = ("generation", "rewards", "log-probabilities", "reference", "update")
 EASY = {"binary": 1.0, "graded": 0.7}
@@ -70,21 +71,22 @@ class Clock:
         return "reference" if model is trainer.ref_model or adapters else "log-probabilities"
 
     def _around(self, trainer: GRPOTrainer, name: str, part_of: Any) -> None:
-        method = getattr(trainer, name)
-
-        def timed(*args, **kwargs):
-            self._switch()
-            self._under_way.append(part_of(args[0]))
-            try:
-                found = method(*args, **kwargs)
-            finally:
+        def wrap(method):
+            def timed(trainer, *args, **kwargs):
                 self._switch()
-                self._under_way.pop()
-            if name == "_generate_single_turn":
-                self.completions += found[0]
-            return found
+                self._under_way.append(part_of(args[0]))
+                try:
+                    found = method(trainer, *args, **kwargs)
+                finally:
+                    self._switch()
+                    self._under_way.pop()
+                if name == "_generate_single_turn":
+                    self.completions += found[0]
+                return found
 
-        setattr(trainer, name, timed)
+            return timed
+
+        put_around(trainer, name, wrap)
 
     def _switch(self) -> None:
         now = time.process_time()

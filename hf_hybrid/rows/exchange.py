@@ -526,7 +526,7 @@ class Exchange(Part):
         batch, tree, row = copied.batch, copied.tree, copied.row
         if tree is None:
             if self.reads_labels and batch.images is None and self.facts_of(model).encoder is not None:
-                coded = self._with_images(self.facts_of(model), inputs, batch)
+                coded = self.with_images(self.facts_of(model), inputs, batch)
                 if isinstance(coded, str):
                     self.fallbacks.cannot_be_exact(coded)
                     return None
@@ -592,7 +592,7 @@ class Exchange(Part):
             self.counts["tokens_padding"] += places - tokens
             self.counts["tokens_shared"] += tokens - tree.size
 
-    def _with_images(self, facts: ModelFacts, inputs: Mapping[str, Any], batch: Batch) -> Batch | str:
+    def with_images(self, facts: ModelFacts, inputs: Mapping[str, Any], batch: Batch) -> Batch | str:
         """Return a batch of a model that sees with codes of its images, or why it cannot be read."""
         self.images = self.images or Images()
         return self.images.coded(facts.encoder, inputs, batch)

@@ -63,7 +63,9 @@ def foresee_each(rows: Any, model: Any, batches: Sequence[Mapping[str, Any]]) ->
     if (reason := rows.reason_plain or facts.reason) is not None:
         return Foreseen(reason)
     total = padding = shared = 0
-    for batch in on_host(given):
+    for inputs, batch in zip(batches, on_host(given)):
+        if facts.encoder is not None and isinstance(batch := rows.with_images(facts, inputs, batch), str):
+            return Foreseen(batch)
         plan = facts.plan([batch], functools.partial(divide, most=float("inf")), shares=True, compact=True, whole=False)
         if plan.reason is not None:
             return Foreseen(plan.reason)

@@ -278,7 +278,7 @@ class MergedRows(Exchange):
         """Return which micro-batches of the window a model computes in one pass, by their first one."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
         for number, (_, batch, here) in enumerate(self._window if facts.encoder is not None else ()):
-            if isinstance(coded := self._with_images(facts, here, batch), str):  # it is said of that batch
+            if isinstance(coded := self.with_images(facts, here, batch), str):  # it is said of that batch
                 return {}
             self._window[number] = self._window[number]._replace(batch=coded)
         batches = [laid_out.batch for laid_out in self._window]

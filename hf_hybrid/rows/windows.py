@@ -251,7 +251,7 @@ class SharedWindows(Exchange):
         """Return the batches of a window that is on the host, or why one cannot be read."""
         if facts.encoder is None:
             return batches_of(window)
-        coded = [self._with_images(facts, inputs, batch) for inputs, batch in zip(window, batches_of(window))]
+        coded = [self.with_images(facts, inputs, batch) for inputs, batch in zip(window, batches_of(window))]
         reasons = [reason for reason in coded if isinstance(reason, str)]
         return reasons[0] if reasons else [batch for batch in coded if isinstance(batch, Batch)]
 

@@ -31,15 +31,17 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from hf_hybrid.machine import LeapObstacleError, PendingRead
+from hf_hybrid.optimizers import LIBRARIES, package_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -306,6 +308,10 @@ class InPlace:
         """Called after weights were written, or after the leap under test changed: copies of them are out of date."""
 
 
+IN_STEP = "_is_fsdp_managed_module"
+"""Attribute with which `generate` goes on until all processes have ended."""
+
+
 class Gathered(InPlace):
     """Weights of FSDP2, whose modules compute with weights that they gathered. Leaps are written into shards."""
 
@@ -318,6 +324,36 @@ class Gathered(InPlace):
     def changed(self) -> None:
         for module in self._modules:
             module.reshard()
+
+
+@contextlib.contextmanager
+def gathered(model: Any) -> Generator[None]:
+    """
+    Inside, this process holds the weights of a model whole that FSDP2 shards: passes send nothing, and processes may
+    compute different numbers of them. All processes enter together.
+    """
+    store = Gathered(model)
+    model._get_fsdp_state()._lazy_init()  # otherwise the first pass does it, and decides what the root keeps
+    groups = {id(group): group for module in store._modules if (group := module._get_fsdp_state()._fsdp_param_group)}
+    reshards = {key: group.post_forward_mesh_info for key, group in groups.items()}
+    model.set_reshard_after_forward(False)
+    # `Trainer` has made it a pass, which gathers the root's weights. An exception would leave that pass open.
+    generate = vars(model).pop("generate") if package_of(vars(model).get("generate")) in LIBRARIES else None
+    in_step = [module for module in model.modules() if getattr(module, IN_STEP, False)]
+    try:
+        for module in store._modules:
+            module.unshard()
+        for module in in_step:
+            setattr(module, IN_STEP, False)
+        yield
+    finally:
+        for module in in_step:
+            setattr(module, IN_STEP, True)
+        if generate is not None:
+            model.generate = generate
+        for key, group in groups.items():
+            group.post_forward_mesh_info = reshards[key]
+        store.changed()
 
 
 # All of it.

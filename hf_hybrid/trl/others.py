@@ -1,14 +1,21 @@
 """
-Reward models and KTO: TRL's trainers with the mixin. Their rows share under losses of their own (rows/any_loss.py).
+Reward models and KTO. A reward model's rows share under a loss of its own (rows/any_loss.py); KTO reads labels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
 
 from hf_hybrid.compat import trl_error
+from hf_hybrid.rows.exchange import Exchange
+from hf_hybrid.rows.tree import Rows
 from hf_hybrid.trainer import HybridTrainerMixin
-from hf_hybrid.trl.sft_dpo import TRLConfigBase
+from hf_hybrid.trl.sft_dpo import TRLConfigBase, config_for, options_of_rows, rows_of_pairs
 
 try:
     from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
@@ -35,8 +42,34 @@ class HybridRewardTrainer(HybridTrainerMixin, RewardTrainer):  # ty: ignore[inco
     blocks_of_rows = 2  # a pair is two rows of a batch, if memory runs out
 
 
+class JudgedRows(Exchange):
+    """Shares the rows of judged answers."""
+
+    def rows_foreseen(self, batch: Any) -> Rows | None:
+        return (
+            rows_of_pairs(batch)
+            if isinstance(batch, Mapping) and torch.is_tensor(batch.get("completion_mask"))
+            else None
+        )
+
+
 class HybridKTOTrainer(HybridTrainerMixin, KTOTrainer):  # ty: ignore[incompatible-method-override]
     """
     Drop-in for [`~trl.KTOTrainer`] that computes no padding, and what rows share once. There are no leaps. `args` may
     be a [`HybridKTOConfig`] or TRL's.
     """
+
+    ref_model: nn.Module | None
+
+    def __init__(self, model, ref_model=None, args=None, *positional, **kwargs):
+        args = config_for(args, model, HybridKTOConfig, "KTO")
+        self.rows = JudgedRows(*options_of_rows(args), compiles=args.torch_compile)
+        super().__init__(model, ref_model, args, *positional, **kwargs)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        with self.rows.on(self.model, self.ref_model):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def compute_ref_log_probs(self, model, inputs):
+        with self.rows.on(self.accelerator.unwrap_model(model)):
+            return super().compute_ref_log_probs(model, inputs)

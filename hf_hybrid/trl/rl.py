@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, hybrid_values, option, options_of
 from hf_hybrid.compat import trl_error
-from hf_hybrid.machine import PendingRead, sharding_of, shards_by_fsdp2
+from hf_hybrid.machine import PendingRead, device_memory, sharding_of, shards_by_fsdp2
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
@@ -32,6 +32,7 @@ from hf_hybrid.rows.tree import Rows, rows_of_states
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.run.trainer_view import module_of_user, overridden
+from hf_hybrid.run.weights import gathered
 from hf_hybrid.saving.state import OWN
 from hf_hybrid.streaming.layers import base_model
 from hf_hybrid.trl.completions import indices
@@ -368,6 +369,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     """Which random numbers the model draws in training, once a run has asked."""
     _cannot_draw: str | None = None
     """Why that could not be found out."""
+    _gathers = False
+    """Whether completions are computed by weights that FSDP2 has gathered."""
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         args = config_for(args, model, self.config_class, self.method)
@@ -424,13 +427,20 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         for engine in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(self, engine, False):
                 return f"`{engine}=True` has an engine of its own"
-        if self._sharding is not None:
+        if self._sharding is not None and not (self._gathers and model.device.type == "cpu"):
             return f"with `{self._sharding}` processes generate in step"
         if (why := reason_not_this_model(model)) is not None:
             return why
         if self.model.training and self._drawn_in_training() == "by batch":
             return "a forward pass in training draws a random number for the whole batch"
         return None
+
+    def _fits_whole(self, model: Any) -> bool:
+        """Whether FSDP2 shards this model, and every process has room for two of it."""
+        if not (shards_by_fsdp2(self.args) and hasattr(model, "unshard")):
+            return False
+        free, size = device_memory(self.args.device), sum(w.numel() * w.element_size() for w in model.parameters())
+        return not self._agree(int(free is not None and free < 2 * size))
 
     def _drawn_in_training(self) -> Drawn:
         """Return which random numbers the model draws in training. Where that is not found out, it may be any."""
@@ -483,7 +493,13 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return rewards
 
     def _generate(self, prompts):
-        output = super()._generate(prompts)
+        if self._sharding is None:
+            output = super()._generate(prompts)
+        else:
+            model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+            self._gathers = not (self.decoding.off or self.use_vllm) and self._fits_whole(model)
+            with gathered(model) if self._gathers else contextlib.nullcontext():
+                output = super()._generate(prompts)
         self.generation.sampled = self._sampled(prompts, output)
         return output
 

@@ -1336,7 +1336,7 @@ SCENARIOS["dpo_without_leaps"] = Scenario(
 )
 
 
-def grpo(place: Place, ends: int = 60, beginning: str = "", **options) -> dict[str, Tensor]:
+def grpo(place: Place, ends: int = 60, beginning: str = "", made=None, **options) -> dict[str, Tensor]:
     """TRL's GRPO: rows without advantage are left out, and two completions share a prompt in the update."""
     import datasets
 
@@ -1352,7 +1352,7 @@ def grpo(place: Place, ends: int = 60, beginning: str = "", **options) -> dict[s
         "generation_kwargs": {"eos_token_id": list(range(1, ends)), "use_cache": True}, **options,
     }  # fmt: skip
     trainer = HybridGRPOTrainer(
-        model(vocab_size=320), reward, place.config(HybridGRPOConfig, **options),
+        made or model(vocab_size=320), reward, place.config(HybridGRPOConfig, **options),
         train_dataset=datasets.Dataset.from_list(prompts), processing_class=tokenizer(),
     )  # fmt: skip
     with place.counted(trainer), _drawn_on_host(place):
@@ -1400,6 +1400,43 @@ SCENARIOS["grpo_tree"] = Scenario(partial(grpo, beginning="Of all that can be sa
 SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), **ROLLED)
 SCENARIOS["grpo_rewards_first"] = Scenario(partial(grpo, steps_per_generation=4), **{**ROLLED, "stops": 5})
 """Log-probabilities are computed in micro-batches, each of which is copied to the host."""
+
+
+class NotedDropout(torch.nn.Dropout):
+    """
+    Dropout that notes its factors of each pass over one token per row, for [passes, rows, values]. It notes them on the
+    device: a graph calls nothing else.
+    """
+
+    passes = rows = 128
+    noted: Tensor | None = None
+    next: Tensor
+
+    def forward(self, values: Tensor) -> Tensor:
+        factors = super().forward(torch.ones_like(values))
+        if self.noted is None:
+            self.noted = values.new_full((self.passes, self.rows, values.shape[-1]), float("nan"))
+            self.next = torch.zeros(1, dtype=torch.long, device=values.device)
+        if values.shape[1] == 1 and self.training:
+            rows = self.noted[:, : len(values)]
+            rows.index_copy_(0, self.next % self.passes, factors.detach().transpose(0, 1))
+            self.next += 1
+        return values * factors
+
+
+@scenario(keeps_model=True, stops=99)
+def rollouts_under_dropout(place: Place) -> dict[str, Tensor]:
+    """A captured pass draws anew in each replay, and for each row. Nothing is learned: both places draw other masks."""
+    made = adapted(model(vocab_size=320))
+    layer = made.base_model.model.model.layers[1].self_attn.q_proj
+    layer.lora_dropout["default"] = noted = NotedDropout(0.5)
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    options = {"disable_dropout": False, "max_completion_length": 40, "ends": 2, "learning_rate": 0.0, "max_steps": 2}
+    weights = grpo(place, made=made, **options)
+    assert noted.noted is not None
+    factors = noted.noted[:, :2].cpu()  # of completions that share a prompt
+    place.facts["factors"] = factors[~factors.isnan().any(dim=(1, 2))]
+    return weights
 
 
 @scenario(keeps_model=True, simulated_only=True)  # a GPU cannot be told at which allocation memory ends
@@ -1535,6 +1572,7 @@ SLOW = (
     "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",
     "registered_lora_int8", "rescued_rate", "resident_leaps", "resident_leaps_gradient_memory",
     "resident_leaps_host_buffers", "resident_leaps_of_large_matrices", "resident_leaps_planned",
+    "rollouts_under_dropout",
     "resident_leaps_undone", "resumed", "saves_eight_bit", "saves_lora_int8", "sft_streamed", "sgd",
     "some_resident_bf16", "some_resident_by_micro_batch", "some_resident_eight_bit", "some_resident_fetched_far_ahead",
     "some_resident_leaps", "some_resident_parked", "some_resident_saves", "states_eight_bit", "states_on_host",

@@ -195,6 +195,23 @@ def test_rollouts_on_a_device_are_captured(results):
     assert here["prompt_tokens_shared"] == there["prompt_tokens_shared"] > 0
 
 
+@pytest.mark.parametrize("place", ["device", "cpu"])
+@needs("rollouts_under_dropout")
+def test_under_dropout_each_token_of_a_completion_draws_its_own_mask(results, place):
+    """On the device a graph draws it in each replay."""
+    facts = results.of("rollouts_under_dropout", place)["facts"]
+    factors = facts["factors"]  # 0 or 2: [tokens, rows, values]
+    assert facts["rollouts"]["plain_rollouts_because"] is None and facts["rollouts"]["prompt_tokens_shared"] > 0
+    assert facts["replays"] > 50 or place == "cpu"
+    assert set(factors.unique().tolist()) == {0.0, 2.0}
+    tokens, rows, values = factors.shape
+    assert len(factors.view(-1, values).unique(dim=0)) > 0.9 * tokens * rows
+    draws = tokens * rows * values
+    assert abs(factors.mean().item() - 1) < 5 / draws**0.5
+    for one, other in ((factors[1:], factors[:-1]), (factors[:, 1:], factors[:, :-1])):  # tokens, completions
+        assert abs(((one - 1) * (other - 1)).mean().item()) < 5 / one.numel() ** 0.5
+
+
 @pytest.mark.slow
 @needs("grpo_long")
 def test_captured_completions_stop_the_host_once_in_eight_tokens(results):

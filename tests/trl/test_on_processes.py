@@ -171,3 +171,27 @@ def test_a_process_that_cannot_save_does_not_leave_the_other_waiting(what, tmp_p
     assert together(2, run, timeout=60) == [0, 0]
     theirs, ours = (torch.load(tmp_path / f"{kind.__name__}.pt") for kind in (GRPOTrainer, HybridGRPOTrainer))
     assert max((weight - ours[name]).abs().max().item() for name, weight in theirs.items()) <= 1e-6
+
+
+def ending_apart(name, folder, **options):
+    """Train, with completions that end at the first token on one process and at the last on the other."""
+    model, options = rollouts.policy(), {"max_steps": 4, "num_iterations": 2, "use_cpu": True, **options}
+    ends = range(2, len(rollouts.TOKENIZER)) if os.environ["RANK"] == "0" else ()
+    model.generation_config.eos_token_id = [1, *ends]
+    return fitted(rollouts.build(ROLLOUTS[name], folder, model=model, share=0.3, loss_type="grpo", **options))
+
+
+@pytest.mark.parametrize("options", [{}, rollouts.WITH_TOOLS], ids=["one turn", "tools"])
+def test_completions_under_fsdp2_end_where_those_of_each_process_end(tmp_path, options):
+    """TRL goes on until all have ended, and gathers the weights for each token. Weights at the end are those of DDP."""
+
+    def run():
+        expected = rollouts.weights(ending_apart("plain_grpo", tmp_path / "theirs", **options).model)
+        fsdp2_on_cpu.enable()
+        ours = ending_apart("grpo", tmp_path / "ours", fsdp=True, **options)
+        found, summary = ours.accelerator.get_state_dict(ours.model), ours.hybrid_summary()
+        assert summary["plain_rollouts_because"] is None and summary["prompt_tokens_shared"] > 0
+        if os.environ["RANK"] == "0":  # it alone has them
+            assert max((found[name] - weight).abs().max().item() for name, weight in expected.items()) <= 1e-6
+
+    assert together(2, run, timeout=60) == [0, 0]

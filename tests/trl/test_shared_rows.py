@@ -544,7 +544,14 @@ def test_the_comparison_of_rows_counts_no_tokens(tmp_path):
     assert counted[0] == counted[1]
 
 
-@pytest.mark.parametrize("options", [{"packing": True, "max_length": 32}, {"padding_free": True}], ids=str)
+PACKED = [
+    {"packing": True, "max_length": 32},
+    {"padding_free": True},
+    {"padding_free": True, "label_smoothing_factor": 0.2},
+]
+
+
+@pytest.mark.parametrize("options", PACKED, ids=str)
 def test_packed_rows_share_the_prefixes_of_their_documents(options, tmp_path):
     """In evaluations too, whose metrics are TRL's."""
     plain = sft(SFTTrainer, SFTConfig, tmp_path / "trl", **options)
