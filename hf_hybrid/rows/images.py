@@ -307,12 +307,21 @@ class Images:
             slots = np.concatenate([np.arange(*span) for span in spans])
             slots = slots[codes[slots] >= FIRST]
             places[slots] = self.in_order(codes[slots])[1]
+        return self._of_slots(device, codes, places[codes >= FIRST])
+
+    def of_batch(self, device: torch.device, codes: Tensor) -> RowImages:
+        """Return the images of a padded batch, each once, as the rows `codes` have them one after the other."""
+        places = [self.in_order(row)[1] for row in codes.numpy()]
+        return self._of_slots(device, codes.flatten().numpy(), np.concatenate(places))
+
+    def _of_slots(self, device: torch.device, codes: np.ndarray, places: np.ndarray) -> RowImages:
+        """Return the images of slots. `places` has those of image tokens within their images."""
         numbers = codes[codes >= FIRST] - FIRST
         distinct, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
         order = np.argsort(first)
         begins = np.zeros(len(distinct), np.int64)
         begins[order] = np.cumsum([0, *(self.images[number].tokens for number in distinct[order])])[:-1]
-        index = torch.from_numpy(begins[inverse] + places[codes >= FIRST])
+        index = torch.from_numpy(begins[inverse] + places)
         types = {name: of_slots[None].to(device) for name, of_slots in self.types(torch.from_numpy(codes)).items()}
         return RowImages(self, distinct[order].tolist(), index.to(device), types)
 
