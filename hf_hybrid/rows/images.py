@@ -21,8 +21,8 @@ the step is over, for the other micro-batches and models of the same weights.
 
 **Which tokens are of which image** is not written in a batch. [`_in_order`] finds it: images stand in the order of
 their tokens, each as one run of tokens, or all of one size, or one in each row. Where none of these holds the batch
-stays padded, and so do videos, and models whose batches hold more than [`NAMES`]. Where tokens of an image see what
-stands behind them (Gemma 3, PaliGemma) the comparison of the first batch with images finds another result.
+stays padded, and so do videos, models whose batches hold more than [`NAMES`], and images whose tokens see what stands
+behind them: a batch tells it ([`SEES`], Gemma 3, PaliGemma), or the comparison of the first rows with images finds it.
 """
 
 from __future__ import annotations
