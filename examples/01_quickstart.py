@@ -23,12 +23,15 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Optional
 
-from datasets import Dataset, load_dataset
-from peft import LoraConfig
-from transformers import AutoTokenizer, HfArgumentParser
-from trl import SFTConfig, SFTTrainer
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
+with quiet_imports():
+    from datasets import Dataset, load_dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer, HfArgumentParser
+    from trl import SFTConfig, SFTTrainer
+
+    from hf_hybrid import HybridSFTConfig, HybridSFTTrainer
 
 lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
 
@@ -101,12 +104,14 @@ def main() -> None:
             peft_config=adapters if script.lora_rank else None,
         )
 
+    print("HybridSFTTrainer trains on chats.", flush=True)
     trainer = trainer_of(HybridSFTTrainer, args)
     losses = {"before": trainer.evaluate()["eval_loss"]}
     seconds = {"HybridSFTTrainer": trainer.train().metrics["train_runtime"]}
     losses["HybridSFTTrainer"] = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     if script.compare:
+        print("TRL's SFTTrainer trains on the same chats.", flush=True)
         same = {name: getattr(args, name) for name in SETTINGS}
         plain = trainer_of(
             SFTTrainer, SFTConfig(f"{args.output_dir}-trl", save_strategy="no", report_to="none", **same)

@@ -27,11 +27,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data import topics
 
-import torch
-from torch.utils.data import Subset, TensorDataset
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridConfig, HybridTrainer
+with quiet_imports():
+    import torch
+    from torch.utils.data import Subset, TensorDataset
+    from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+    from hf_hybrid import HybridConfig, HybridTrainer
 
 ARMS = {
     "trainer": None,

@@ -20,10 +20,13 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-from transformers import HfArgumentParser
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridConfig, HybridTrainer
+with quiet_imports():
+    import torch
+    from transformers import HfArgumentParser
+
+    from hf_hybrid import HybridConfig, HybridTrainer
 
 compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.py")))
 

@@ -24,10 +24,13 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors.torch import load_file
-from transformers import HfArgumentParser, TrainerCallback
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridConfig, HybridTrainer
+with quiet_imports():
+    from safetensors.torch import load_file
+    from transformers import HfArgumentParser, TrainerCallback
+
+    from hf_hybrid import HybridConfig, HybridTrainer
 
 compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.py")))
 

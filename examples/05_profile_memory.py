@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from pydoc_data import topics
 
-import torch
-from torch.utils.data import TensorDataset
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, set_seed
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback
+with quiet_imports():
+    import torch
+    from torch.utils.data import TensorDataset
+    from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, set_seed
+
+    from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback
 
 
 def byte_blocks(length: int) -> TensorDataset:

@@ -27,20 +27,23 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Literal, Optional
 
-import torch
-from datasets import Dataset
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    HfArgumentParser,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridConfig, HybridTrainer
+with quiet_imports():
+    import torch
+    from datasets import Dataset
+    from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        BitsAndBytesConfig,
+        HfArgumentParser,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
+
+    from hf_hybrid import HybridConfig, HybridTrainer
 
 from_scratch = runpy.run_path(str(Path(__file__).with_name("07_from_scratch.py")))
 
@@ -69,6 +72,7 @@ def make_base(folder: str, steps: int, seed: int = 0) -> str:
         folder, max_steps=steps, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=min(20, steps // 5),
         save_strategy="no", report_to="none", disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
     )  # fmt: skip
+    print(f"Trainer trains a small Llama on source code, {steps} steps: the base of what follows.", flush=True)
     trainer = Trainer(from_scratch["small_llama"](tokenizer), args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()

@@ -27,20 +27,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from datasets import Dataset, load_dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridConfig, HybridTrainer
+with quiet_imports():
+    from datasets import Dataset, load_dataset
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        HfArgumentParser,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
+
+    from hf_hybrid import HybridConfig, HybridTrainer
 
 
 @dataclass

@@ -26,10 +26,13 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Optional
 
-from datasets import Dataset, load_dataset
-from transformers import AutoTokenizer, HfArgumentParser
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
+with quiet_imports():
+    from datasets import Dataset, load_dataset
+    from transformers import AutoTokenizer, HfArgumentParser
+
+    from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
 
 lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
 

@@ -16,11 +16,14 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Optional
 
-from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridConfig, HybridTrainer
+with quiet_imports():
+    from datasets import Dataset
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+    from hf_hybrid import HybridConfig, HybridTrainer
 
 BLOCK = 64
 

@@ -17,10 +17,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from transformers import HfArgumentParser
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import Direction, HybridConfig, HybridTrainer, Part
+with quiet_imports():
+    import torch
+    from transformers import HfArgumentParser
+
+    from hf_hybrid import Direction, HybridConfig, HybridTrainer, Part
 
 compare = runpy.run_path(str(Path(__file__).with_name("02_compare_with_trainer.py")))
 

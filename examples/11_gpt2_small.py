@@ -27,10 +27,13 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Optional
 
-from datasets import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, set_seed
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridConfig, HybridTrainer
+with quiet_imports():
+    from datasets import Dataset
+    from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, set_seed
+
+    from hf_hybrid import HybridConfig, HybridTrainer
 
 from_scratch = runpy.run_path(str(Path(__file__).with_name("07_from_scratch.py")))
 

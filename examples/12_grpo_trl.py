@@ -28,10 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from datasets import Dataset, load_dataset
-from transformers import AutoTokenizer, HfArgumentParser
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
+with quiet_imports():
+    from datasets import Dataset, load_dataset
+    from transformers import AutoTokenizer, HfArgumentParser
+
+    from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
 
 lora = runpy.run_path(str(Path(__file__).with_name("06_lora.py")))
 

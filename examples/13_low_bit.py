@@ -18,13 +18,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pydoc_data import topics
 
-from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from hf_hybrid.cli.console import quiet_imports
 
-from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.export.bitnet import to_bitnet
-from hf_hybrid.export.exporter import as_text
+with quiet_imports():
+    from datasets import Dataset
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+    from hf_hybrid import HybridConfig, HybridTrainer
+    from hf_hybrid.export.bitnet import to_bitnet
+    from hf_hybrid.export.exporter import as_text
 
 BLOCK = 64
 

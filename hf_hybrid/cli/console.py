@@ -153,14 +153,14 @@ def outcome(metrics: dict[str, Any]) -> str:
     """Return loss and perplexity, or accuracy, or reward of an evaluation, in words."""
     parts: list[str] = []
     loss: Any = metrics.get("eval_loss")
-    accuracy, reward = metrics.get("eval_rewards/accuracies"), metrics.get("eval_reward")
+    accuracy, reward = metrics.get("eval_rewards/accuracies", metrics.get("eval_accuracy")), metrics.get("eval_reward")
     if is_number(reward):
         parts.append(f"reward {reward:.3g}")
     elif is_number(loss):
         parts.append(f"loss {loss:.4g}")
     if is_number(accuracy):
         parts.append(f"{accuracy:.0%} of the pairs ranked right")
-    elif is_number(loss) and not is_number(reward) and loss < 20:
+    elif is_number(loss) and not is_number(reward) and loss < 20 and "eval_kl" not in metrics:
         parts.append(f"perplexity {math.exp(loss):.4g}")
     return ", ".join(parts)
 
@@ -168,8 +168,8 @@ def outcome(metrics: dict[str, Any]) -> str:
 # Before and after.
 
 
-def print_trainer(trainer: Any, *, by_rule: bool) -> None:
-    """Say what is trained, and how. `by_rule`: the command has chosen the rate."""
+def print_trainer(trainer: Any, *, by_rule: bool, saves: bool = True) -> None:
+    """Say what is trained, and how. `by_rule`: the command has chosen the rate; `saves`: a model will be saved."""
     from hf_hybrid.hub.card import count_parameters
     from hf_hybrid.machine import describe_device
     from hf_hybrid.records.summary import format_bytes
@@ -203,8 +203,9 @@ def print_trainer(trainer: Any, *, by_rule: bool) -> None:
         print_fact("rows", rows)
     steps = f"{args.save_steps:.0%} of the run" if args.save_steps < 1 else f"{int(args.save_steps):,} steps"
     every = {"steps": args.save_steps > 0 and steps, "epoch": "epoch"}.get(args.save_strategy.value)
-    saves = f"a checkpoint every {every}" if every else "no checkpoints on the way"
-    print_fact("output", f"{args.output_dir}; {saves}", unwrapped=True)
+    checkpoints = f"a checkpoint every {every}" if every else "no checkpoints on the way"
+    if saves:
+        print_fact("output", f"{args.output_dir}; {checkpoints}", unwrapped=True)
     print_line()
 
 
@@ -288,7 +289,7 @@ def print_interruption(trainer: Any) -> None:
     behind = step - int(Path(last).name.rpartition("-")[2])
     lost = f", {plural(behind, 'step')} before" if behind > 0 else ""
     print_line(f"Stopped at step {step:,} of {trainer.state.max_steps:,}. Saved: {last}{lost}.")
-    print_line("To go on, run the same command with --resume_from_checkpoint true")
+    print_line("To go on, run the same command again.")
 
 
 def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) -> None:
@@ -302,8 +303,8 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
         print_nothing_learned(trainer, logged[-1])
     else:
         of_all = f" of {state.max_steps:,}" if state.global_step < state.max_steps else ""
-        seconds = tqdm.format_interval(trained.get("train_runtime", 0))
-        print_line(f"Done: {state.global_step:,}{of_all} step{'s' * (state.max_steps > 1)} in {seconds}.")
+        seconds = f" in {tqdm.format_interval(trained['train_runtime'])}" if "train_runtime" in trained else ""
+        print_line(f"Done: {state.global_step:,}{of_all} step{'s' * (state.max_steps > 1)}{seconds}.")
     for name in ("reward", "loss"):
         if values := [entry[name] for entry in logged if is_number(entry.get(name))]:
             print_fact(name, f"{values[-1]:.4g} at the end ({values[0]:.4g} at first)")
@@ -326,8 +327,10 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
         print_fact("leaps", f"{summary['leaps_made']}, which replaced {plural(summary['predicted_steps'], 'step')}")
     adapters = (Path(trainer.args.output_dir) / "adapter_config.json").is_file()
     print_fact("model", folder + (" (adapters)" if adapters else ""), unwrapped=True)
-    commands = [f"chat {folder}"] if getattr(trainer.processing_class, "chat_template", None) else []
-    commands += [f"report {folder}", f"export {folder} --format {'merged' if adapters else 'gguf-q8_0'}"]
+    answers = trainer.model.get_output_embeddings() is not None  # a reward model scores
+    commands = [f"chat {folder}"] if answers and getattr(trainer.processing_class, "chat_template", None) else []
+    commands += [f"report {folder}"]
+    commands += [f"export {folder} --format {'merged' if adapters else 'gguf-q8_0'}"] * answers
     for number, command in enumerate(commands):
         print_fact("" if number else "next", f"hf-hybrid {command}", unwrapped=True)
 

@@ -9,9 +9,16 @@ export` finds the held-out rows again.
 
 from __future__ import annotations
 
+import bz2
+import contextlib
 import dataclasses
 import difflib
+import gzip
+import io
+import itertools
 import json
+import lzma
+import operator
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -20,16 +27,18 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli import tokens
-from hf_hybrid.cli.formats import JSON, Source, convert_rows
+from hf_hybrid.cli.formats import JSON, Source, convert_rows, rows_of
 from hf_hybrid.cli.loading import reason_of
 from hf_hybrid.cli.options import DataOptions, OptionError, Options, TextDataOptions
 from hf_hybrid.cli.tokens import Report
 
 NOTE_NAME = "_hybrid_data.json"
 """In `output_dir`, for `hf-hybrid export`: a [`Reader`]. Files with a leading underscore are not pushed."""
-KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json"}
+KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".traj": "json"}
 KINDS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 """By the ending of a file: the loader of `datasets`."""
+PACKED = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
+"""Endings that a file may have behind these."""
 EVAL_SHARE = 0.05
 
 
@@ -41,15 +50,16 @@ def check_paths(option: str, names: Sequence[str]) -> None:
     for name in names:
         path = Path(name).expanduser()
         if path.exists():
-            if path.is_file() and path.suffix.lower() not in KINDS:
+            if path.is_file() and kind_of(path) is None:
                 raise OptionError(
-                    f"`--{option} {name}` ends in `{path.suffix}`, and these files are read: {', '.join(KINDS)}."
+                    f"`--{option} {name}` ends in `{path.suffix}`, and these files are read: {', '.join(KINDS)}, and "
+                    f"these packed: {', '.join(PACKED)}."
                 )
-        elif path.suffix.lower() in KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        elif kind_of(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
             what, folder = "file" if path.suffix else "file or folder", path.parent
             there = sorted(os.listdir(folder)) if folder.is_dir() else []
             hint = "" if folder.is_dir() else f" The folder `{folder}` does not exist."
-            if data := [f"`{file}`" for file in there if Path(file).suffix.lower() in KINDS]:
+            if data := [f"`{file}`" for file in there if kind_of(Path(file))]:
                 hint = f" In `{folder}` there is {', '.join(data[:5])}."
             if near := difflib.get_close_matches(path.name, there, n=1, cutoff=0.6):
                 hint = f" Did you mean `{folder / near[0]}`?"
@@ -81,64 +91,136 @@ def new_names(columns: Sequence[str] | None) -> dict[str, str]:
 # One data set.
 
 
-def load(option: str, name: str, split: str, config: str | None = None, streaming: bool = False) -> Any:
-    """Load a split of a file, a folder or a data set on the Hub, the rows of a JSON file as text ([`JSON`])."""
+def kind_of(path: Path) -> str | None:
+    """Return the loader of a file by its ending, packed or not."""
+    return KINDS.get((path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower())
+
+
+def load(option: str, name: str, split: str, config: str | None = None, streaming: bool = False) -> tuple[Any, str]:
+    """
+    Load a split of a file, a folder or a data set on the Hub, the rows of JSON files as text ([`JSON`]); and what is to
+    be said of how it was read.
+    """
     from datasets import load_dataset, load_from_disk
 
     check_paths(option, [name])
     path = Path(name).expanduser()
+    kind = kind_of(path) if path.is_file() else None
     try:
-        if path.is_file():
-            return _load_file(path, KINDS[path.suffix.lower()], streaming)
+        if kind is not None:
+            return _load_files([path], kind, streaming)
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # of `save_to_disk`
             saved: Any = load_from_disk(str(path))
             if isinstance(saved, dict):
                 if split not in saved:
                     raise OptionError(f"`--{option} {name}` has no split `{split}`, but {', '.join(saved)}.")
                 saved = saved[split]
-            return saved.to_iterable_dataset() if streaming else saved
-        return load_dataset(str(path) if path.exists() else name, config, split=split, streaming=streaming)
+            return saved.to_iterable_dataset() if streaming else saved, ""
+        files = _files_of(path, split) if path.is_dir() and config is None else []
+        kinds = [kind for kind in map(kind_of, files) if kind is not None]
+        if (kind := max(kinds, key=kinds.count, default=None)) in (None, "parquet"):
+            return load_dataset(str(path) if path.exists() else name, config, split=split, streaming=streaming), ""
+        rows, said = _load_files([file for file in files if kind_of(file) == kind], kind, streaming)
+        others = [file.name for file in files if kind_of(file) != kind]
+        return rows, said + f"; not read: {', '.join(others[:3])}{', ...' * (len(others) > 3)}" * bool(others)
     except OptionError:
         raise
     except Exception as error:  # whatever a broken file leads to
         message = f"cannot be loaded: {reason_of(error)} It must be a file ({', '.join(KINDS)}), a folder, or an id on "
         message += "the Hub, which needs the network (HF_HUB_OFFLINE=1 forbids it) unless it is cached."
-        if path.is_file():
-            message = f"cannot be read as {KINDS[path.suffix.lower()]}: {reason_of(error)}"
+        if kind is not None:
+            message = f"cannot be read as {kind}: {reason_of(error)}"
             if isinstance(error, UnicodeDecodeError) or isinstance(error.__cause__, UnicodeDecodeError):
                 message += " Save it as UTF-8."
-            message = message if path.read_bytes().strip() else "holds no rows."
+            message = message if path.is_dir() or path.read_bytes().strip() else "holds no rows."
         raise OptionError(f"`--{option} {name}` {message}") from error
 
 
-def _load_file(path: Path, kind: str, streaming: bool) -> Any:
-    """Load a file so that every text stays as it is written; `datasets` alone reads some as dates or numbers."""
-    import pandas
-    from datasets import Dataset, Features, Value, load_dataset
+def command_of(name: str, words: dict[str, list[str]]) -> str:
+    """Return the command that takes a file, or else `sft`, which says why not."""
+    split, config = (next(iter(words[f"dataset_{option}"]), None) for option in ("split", "config"))
+    for command in ("kto", "sft", "dpo", "grpo"):
+        with contextlib.suppress(OptionError, LookupError):
+            rows, _ = load("dataset", name, split or "train", config, streaming=True)
+            convert_rows(name, rows, command, new_names(words["columns"]), None, True)
+            return command
+    return "sft"
 
-    data: dict[str, Any] = {"data_files": str(path), "split": "train", "streaming": streaming}
+
+def _files_of(folder: Path, split: str) -> list[Path]:
+    """The files of a split by their names, as `datasets` finds them; none where a README.md may say it otherwise."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    if (folder / "README.md").is_file():
+        return []
+    patterns = {str(part): names for part, names in get_data_patterns(str(folder)).items() if str(part) == split}
+    return [Path(file) for files in DataFilesDict.from_patterns(patterns, str(folder)).values() for file in files]
+
+
+def _load_files(paths: Sequence[Path], kind: str, streaming: bool) -> tuple[Any, str]:
+    """Load files so that every text stays as it is written; `datasets` alone reads some as dates or numbers."""
+    from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
+
+    def loaded(kind: str, files: Sequence[Path], **how: Any) -> Any:
+        return load_dataset(kind, data_files=[*map(str, files)], split="train", streaming=streaming, **how)
+
+    def held(columns: dict[str, list]) -> Any:
+        return Dataset.from_dict(columns).to_iterable_dataset() if streaming else Dataset.from_dict(columns)
+
+    parts, said = [], ""
     if kind == "parquet":
-        return load_dataset(kind, **data)
-    if kind == "csv":
-        head = pandas.read_csv(path, dtype=str, nrows=1, keep_default_na=False)
-        if not isinstance(head.index, pandas.RangeIndex):  # pandas would take the first fields for names of rows
-            raise ValueError(f"its first row has more fields than the {len(head.columns)} names above.")
-        if head.empty:  # which `datasets` refuses in words of its own
-            rows = Dataset.from_dict({str(name): [] for name in head.columns})
-            return rows.to_iterable_dataset() if streaming else rows
-        features = Features({str(name): Value("string") for name in head.columns})
-        return load_dataset(kind, features=features, keep_default_na=False, **data)
-    with open(path, encoding="utf-8-sig") as file:
-        begin = next((line.lstrip()[0] for line in file if line.strip()), "")
-        if kind == "json" and begin == "[":  # one array, and not a row in each line
-            file.seek(0)
-            rows = Dataset.from_dict({JSON: [json.dumps(row) for row in json.load(file)]})
-            return rows.to_iterable_dataset() if streaming else rows
-    # Text by paragraph: as one document, a whole book would be tokenised in one piece.
-    column, by = (JSON, "line") if kind == "json" else ("text", "paragraph")
-    rows = load_dataset("text", sample_by=by, encoding="utf-8-sig", **data)
-    without_blank = lambda batch: {column: [text.strip("\n") for text in batch["text"] if text.strip()]}  # noqa: E731
-    return rows.map(without_blank, batched=True, remove_columns=["text"])
+        parts = [loaded(kind, paths)]
+    elif kind == "csv":
+        for path in paths:
+            names, is_empty = _names_in(path)
+            features = Features({name: Value("string") for name in names})
+            if is_empty:  # which `datasets` refuses in words of its own
+                parts.append(held({name: [] for name in names}))
+            else:
+                parts.append(loaded(kind, [path], features=features, keep_default_na=False))
+    else:
+        column, ways = JSON if kind == "json" else "text", {path: _way_of(path, kind) for path in paths}
+        without_blank = lambda batch: {column: [text.strip("\n") for text in batch["text"] if text.strip()]}  # noqa: E731
+        for by in ("paragraph", "line"):
+            if files := [path for path, way in ways.items() if way == by]:
+                rows = loaded("text", files, sample_by=by, encoding="utf-8-sig")
+                parts.append(rows.map(without_blank, batched=True, remove_columns=["text"]))
+        values = [json.dumps(row) for way in ways.values() if isinstance(way, list) for row in way]
+        parts += [held({JSON: values})] if values or not parts else []
+        said = "; a document in each line, as no line is blank" * (kind == "text" and "line" in ways.values())
+    return concatenate_datasets(parts) if len(parts) > 1 else parts[0], said
+
+
+def _names_in(path: Path) -> tuple[list[str], bool]:
+    """The names of the columns of a .csv file, and whether it has no more."""
+    import pandas
+
+    head = pandas.read_csv(path, dtype=str, nrows=1, keep_default_na=False)
+    if not isinstance(head.index, pandas.RangeIndex):  # pandas would take the first fields for names of rows
+        raise ValueError(f"its first row has more fields than the {len(head.columns)} names above.")
+    return [*map(str, head.columns)], head.empty
+
+
+def _way_of(path: Path, kind: str) -> str | list[Any]:
+    """How a file is divided into rows: by line or paragraph; or the rows of a JSON file that is one value."""
+    opened: Any = PACKED.get(path.suffix.lower(), io).open(path, "rt", encoding="utf-8-sig")
+    with opened as file:
+        if kind == "text":  # as one document, a whole book would be tokenised in one piece
+            blank = [line == "\n" for line in itertools.dropwhile("\n".__eq__, file)]
+            divided = any(map(operator.gt, blank, blank[1:]))  # a text behind a blank line
+            return "paragraph" if divided or len(blank) - sum(blank) < 2 else "line"
+        lines = filter(str.strip, file)
+        try:
+            json.loads(next(lines, ""))
+            if next(lines, None) is not None:
+                return "line"
+        except ValueError:
+            pass  # a value of several lines, or a broken row
+        file.seek(0)
+        try:
+            return rows_of(json.load(file))
+        except ValueError:
+            return "line"  # the row will be named
 
 
 # Mixing.
@@ -252,7 +334,7 @@ class Reader:
             raise OptionError(
                 f"`--assistant_only_loss true` needs chats, and {sources[0].where} holds {sources[0].format.title}."
             )
-        parts = [self._tokenised(source, tokenizer, processes) for source in sources]
+        parts = [self._tokenised(source, tokenizer, processes, report) for source in sources]
         if self.command == "sft" and not data.streaming:
             if more := sum(map(len, parts)) - sum(len(source.rows) for source in sources):
                 report("divided", f"{more:,} more rows: chats whose template renders an answer otherwise once others "
@@ -280,7 +362,7 @@ class Reader:
         if self.eval_share:
             return self.train_and_eval(tokenizer, report, processes)[1]
         sources = list(self.sources("eval_dataset", tokenizer, report))
-        return mixed([self._tokenised(source, tokenizer, processes) for source in sources], None, self.seed)
+        return mixed([self._tokenised(source, tokenizer, processes, report) for source in sources], None, self.seed)
 
     def sources(self, option: str, tokenizer: Any, report: Report) -> Iterator[Source]:
         """Yield the data sets of an option in TRL's form; for `eval_dataset` without one a split of `dataset`."""
@@ -288,22 +370,27 @@ class Reader:
         split = data.dataset_split if trains else data.eval_split or "train"
         for name in (data.dataset if trains or not data.eval_dataset else data.eval_dataset) or ():
             config = data.dataset_config if name in (data.dataset or ()) else None
-            rows = load(option, name, split, config, data.streaming)
+            rows, said = load(option, name, split, config, data.streaming)
             if trains and data.limit is not None:
                 rows = rows.take(data.limit) if data.streaming else rows.select(range(min(data.limit, len(rows))))
             how = (new_names(data.columns), data.system_prompt, bool(tokenizer.chat_template))
             source = convert_rows(f"`--{option} {name}`", rows, self.command, *how)
             number = "" if data.streaming else f", {len(source.rows):,} rows"
-            report("data" if trains else "eval", f"{name}: {source.format.title}{number}")
+            report("data" if trains else "eval", f"{name}: {source.format.title}{number}{said}")
             if source.unread:
-                report("not read", ", ".join(f"`{column}`" for column in source.unread))
+                report("not read", "columns " + ", ".join(f"`{column}`" for column in source.unread))
             yield source
 
-    def _tokenised(self, source: Source, tokenizer: Any, processes: int | None) -> Any:
+    def _tokenised(self, source: Source, tokenizer: Any, processes: int | None, report: Report) -> Any:
         """The rows of a data set as the trainer takes them."""
+        if self.command not in ("train", "sft") and not source.format.chats:
+            return source.rows
+        answers = self._answers(tokenizer) if self.command == "sft" else tokens.Answers(tokenizer, False, False)
+        if source.format.chats:
+            tokens.report_hidden(source, answers, report)
         if isinstance(self.data, TextDataOptions):
-            return tokens.Answers(tokenizer, False, False).blocks(source, self.data.sequence_length)
-        return self._answers(tokenizer).tokenise(source, processes) if self.command == "sft" else source.rows
+            return answers.blocks(source, self.data.sequence_length)
+        return answers.tokenise(source, processes) if self.command == "sft" else source.rows
 
     def _answers(self, tokenizer: Any) -> tokens.Answers:
         return tokens.Answers(tokenizer, self.answers_only is not False, self.completions_only)

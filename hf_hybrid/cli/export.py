@@ -8,6 +8,7 @@ import itertools
 import json
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -39,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--columns", nargs="+", help="other names of columns of --eval_dataset, as NEW=OLD: text=body")
     add("--sequence_length", type=int, help="cut --eval_dataset into so many tokens (default: as the run, else 512)")
     add("--eval_sequences", type=int, default=256, help="at most so many sequences are evaluated (default: 256)")
+    add("--push", metavar="NAME", help="push the export to this repository on the Hub")
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -49,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     with console.quiet_imports():
         from tqdm import tqdm
 
+        from hf_hybrid.cli.loading import make_repository
         from hf_hybrid.export import exporter, source
+        from hf_hybrid.export.modelfile import MODELFILE_NAME, NOT_WRITTEN
 
     folder = Path(args.folder)
     output = Path(args.output or f"{folder.resolve()}-{args.format}")
@@ -68,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with console.quiet_dependencies():
             exporter.check_output(output)
+            if args.push:
+                make_repository(args.push, f"--push {args.push}", str(shown), {})
             source.check_source(folder)
             source.read_config(folder)
             if args.measure or args.eval_dataset is not None:
@@ -84,8 +90,18 @@ def run(args: argparse.Namespace) -> int:
         return 0
     width = console.terminal_width()
     console.write_out(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result, width))
+    if args.push:
+        from huggingface_hub import upload_folder
+
+        console.write_error(f"Pushed: {upload_folder(repo_id=args.push, folder_path=output)}\n")
     if (output / "chat_template.jinja").is_file():
         console.write_error(f"To try it: hf-hybrid chat {shlex.quote(str(shown))}\n")
+    if (output / MODELFILE_NAME).is_file():
+        console.write_error(
+            "To serve it:\n" + "".join(f"  {line}\n" for line in exporter.serving(str(shown), folder.name))
+        )
+        if NOT_WRITTEN in (output / MODELFILE_NAME).read_text(encoding="utf-8"):
+            console.write_error(f"{textwrap.fill(NOT_WRITTEN, console.terminal_width())}\n")
     return 0
 
 
@@ -106,7 +122,7 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
         options |= {"eval_dataset": [args.eval_dataset], "eval_share": None}
         options.setdefault("eval_split", None)
     reader = dataclasses.replace(reader, data=dataclasses.replace(reader.data, **options))
-    if reader.command == "grpo" or not reader.evaluates:  # prompts of GRPO have no completions
+    if reader.command in ("grpo", "kto", "reward") or not reader.evaluates:  # no answers, or not all are good ones
         raise OptionError("`--measure`: the run held out no texts with answers. Name some with `--eval_dataset`.")
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:

@@ -1,31 +1,35 @@
 """
-The formats of rows that the commands take, and how each becomes what TRL takes.
+The forms of rows that the commands take, and how each becomes what TRL takes.
 
-A format is recognised by the columns of the data set and the form of its first row, and the command names it to the
-user. A row that does not have the form of the first one is refused with its number. Rows become
+A form is recognised by the columns of the data set ([`NAMES`]) and its first row, and the command names it to the user.
+A row that does not have the form of the first one is refused with its number. Rows become
 
 | command | columns |
 |---|---|
 | train | `messages`, or `text` |
-| sft | `messages`; `prompt`, `completion`; `text` |
+| sft | `messages`; `prompt`, `completion`; `text`; `input_ids`, `labels` |
 | dpo | `chosen`, `rejected`, and `prompt` if it stands in a column of its own |
 | grpo | `prompt`, and what the reward functions read |
 
 where a prompt, completion, chosen or rejected is a text, or a list of messages `{"role": ..., "content": ...}`, to
-which the chat template is applied. A new format is a function that returns a [`Format`], and an entry in [`FORMATS`].
+which the chat template is applied. A new name of a column is a word in [`NAMES`]; a new form is a function that returns
+a [`Format`], and an entry in [`FORMATS`].
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
 import functools
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hf_hybrid.cli.loading import refusing
+from hf_hybrid.cli.loading import reason_of
 from hf_hybrid.cli.options import OptionError
 
 Row = Mapping[str, Any]
@@ -37,12 +41,26 @@ _ROLES = {
     "tool": "tool observation function_response",
 }
 SHAREGPT_ROLES = {name: role for role, names in _ROLES.items() for name in names.split()}
-QUESTIONS = ("question", "problem", "query", "instruction")
-"""Columns that are taken for the user's question where there is no `prompt`."""
-PROMPTS = ("prompt", *QUESTIONS, "input", "conversations", "conversation", "messages")
-"""Columns that hold the prompt of a pair, the first that is there; none if `chosen` begins with the prompt."""
-ANSWERS = ("answer", "solution", "ground_truth", "target", "final_answer")
-"""Columns that are taken for the reference answer of a prompt, the first that is there."""
+NAMES = {
+    "messages": "messages conversations conversation",
+    "prompt": "prompt question problem query instruction input",
+    "completion": "completion output response solution answer answers canonical_solution",
+    "chosen": "chosen response_j preferred_output",
+    "rejected": "rejected response_k non_preferred_output",
+    "answer": "answer solution ground_truth target final_answer answers",
+    "text": "text",
+    "more": "input context",
+    "system": "system system_prompt",
+    "pictures": "images image videos video audios audio",
+    "switch": "label weight train training loss_weight",
+}
+"""
+By the part of a row: the columns that hold it, the first that is there. `answer` is the reference for a prompt of
+`grpo`, and `more` is what a question is asked about.
+"""
+NAMES: dict[str, tuple[str, ...]] = {part: tuple(names.split()) for part, names in NAMES.items()}
+SWITCHES = ("weight", "train", "training", "loss_weight")
+"""Keys of a message that say whether it is learned: OpenAI's, Axolotl's and LLaMA-Factory's."""
 
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
@@ -50,14 +68,16 @@ ALPACA = (
 """The prompt of Alpaca, for tokenizers without a chat template."""
 JSON = "(json)"
 """The column with the rows of a JSON file, each as text."""
-SWITCHES = ("weight", "train")
-"""Keys of a message that say whether it is learned: OpenAI's and Axolotl's."""
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns that the chat template reads beside the messages."""
+_OF_NOTES = re.compile(r"(^|_)(id|uu?id|name|source|category|type|split|date|url|lang|language|model|version)s?$", re.I)
+"""Names of columns that are no part of what is learned."""
+_FORMATTED = re.compile(r"<[|\uff5c].{1,40}?[|\uff5c]>|<start_of_turn>|\[INST\]|(?i:assistant|response|answer):\s*\Z")
+"""What a prompt has that is formatted already."""
 
 
 class FormatError(ValueError):
-    """A row has not the format of the first one."""
+    """A row has not the form of the first one. Where the message ends with a dot it says what to do."""
 
 
 class Format(NamedTuple):
@@ -66,6 +86,7 @@ class Format(NamedTuple):
     title: str  # for people, with the columns
     convert: Callable[[Row], dict[str, Any]]
     chats: bool  # whether the chat template is applied
+    columns: tuple[str, ...]  # by which it was recognised
     kept: tuple[str, ...] = ()  # columns that go with the row as they are
 
 
@@ -96,16 +117,34 @@ class _Watched(dict):
 
 def read_row(row: Any) -> dict[str, Any]:
     """Return the values of a row as it was loaded. Raises [`FormatError`] if it is no JSON object."""
-    if JSON not in row:
+    if row.get(JSON) is None:
         return row
     try:
         values = json.loads(row[JSON])
     except ValueError as error:
         raise FormatError(f"it is no JSON ({error})") from None
-    values = {"text": values} if isinstance(values, str) else values
+    if isinstance(values, str) or isinstance(values, list) and is_chat(values):
+        return {"text" if isinstance(values, str) else "messages": values}
     if not isinstance(values, dict):
         raise FormatError(f"it is `{values!r:.80}`, no JSON object")
+    if values.keys() >= {"role", "content"}:
+        raise FormatError("it is one message, and a row is a whole conversation: a list of messages.")
     return values
+
+
+def rows_of(value: Any) -> list[Any]:
+    """Return the rows of a file that is one JSON value: a list, an object of columns or with one list, or a row."""
+    if not isinstance(value, dict):
+        return value if isinstance(value, list) and not is_chat(value) else [value]
+    columns = [list(part.values()) if isinstance(part, dict) else part for part in value.values()]
+    if all(isinstance(part, list) and part and isinstance(part[0], str) for part in columns):  # as pandas has them
+        with contextlib.suppress(ValueError):
+            return [dict(zip(value, parts, strict=True)) for parts in zip(*columns, strict=True)]
+    lists = [part for part in value.values() if isinstance(part, list) and part]
+    if len(lists) != 1 or not isinstance(lists[0][0], (dict, list)):
+        return [value]
+    is_row = any(of([*value], value, True) for forms in FORMATS.values() for of in forms.values())
+    return [value] if is_row else lists[0]
 
 
 def is_chat(value: Any) -> bool:
@@ -115,8 +154,16 @@ def is_chat(value: Any) -> bool:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Messages as a list: LLaMA-Factory's pairs have one alone."""
-    return value if isinstance(value, list) else [value] if isinstance(value, Mapping) else []
+    """Messages as a list: LLaMA-Factory's pairs have one alone, and tables have them as text, in JSON or Python."""
+    if isinstance(value, str) and value.lstrip()[:2] in ("[{", '{"', "{'"):
+        for read in (json.loads, ast.literal_eval):
+            try:
+                return _listed(read(value))
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                continue
+    if isinstance(value, Mapping):
+        return value["messages"] if isinstance(value.get("messages"), list) else [value]
+    return value if isinstance(value, list) else []
 
 
 def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
@@ -139,21 +186,30 @@ def _message(message: Mapping[str, Any], column: str) -> dict[str, Any]:
     for switch in SWITCHES:
         if values.get(switch, 1) not in (0, 1):
             raise FormatError(f"`{column}` has a message whose `{switch}` is `{values[switch]!r:.40}`, not 0 or 1")
+    if isinstance(values.get("tool_calls"), list):
+        values["tool_calls"] = [_call(call) for call in values["tool_calls"]]
     key = "content" if "content" in values else "value"
-    if key not in values:
-        if "tool_calls" in values:
-            return {"role": role, **values}
+    if key not in values and "tool_calls" not in values:
         key = "value" if sharegpt else "content"
         raise FormatError(f"`{column}` has a message of `{name}` without `{key}`")
-    content = values.pop(key)
-    # A list is one of parts, which are texts or `{"type": "text", "text": ...}`.
+    content = values.pop(key, "")
+    # A list is one of parts, which are texts or `{"type": "text", "text": ...}`, in LLaMA-Factory `"value": ...`.
     parts = content if isinstance(content, list) else [{"text": content}]
     parts = [part if isinstance(part, Mapping) else {"text": part} for part in parts]
     for part in parts:
         if part.get("type", "text") != "text":
             raise FormatError(f"`{column}` has a message with a part of `{part['type']}`, and only text is trained on")
     what = f"the content of a message of `{name}` in `{column}`"
-    return {"role": role, "content": "".join(_as_text(part.get("text"), what) for part in parts), **values}
+    text = "".join(_as_text(part.get("value") if part.get("text") is None else part["text"], what) for part in parts)
+    return {"role": role, "content": text, **values}
+
+
+def _call(call: Any) -> Any:
+    """A call of a tool, its arguments as values: OpenAI has them as text, which templates would quote once more."""
+    try:
+        return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+    except (LookupError, TypeError, ValueError):
+        return call
 
 
 def _as_text(value: Any, what: str) -> str:
@@ -166,48 +222,70 @@ def _as_text(value: Any, what: str) -> str:
     return value
 
 
+def _first_answer(value: Any) -> Any:
+    """The first of several answers, as SQuAD has them."""
+    texts = value.get("text") if isinstance(value, Mapping) else value
+    return texts[0] if isinstance(texts, list) and texts and isinstance(texts[0], str) else value
+
+
 def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
-    text = _as_text(row.get(column), f"`{column}`")
+    value: Any = row.get(column)
+    text = _as_text(_first_answer(value) if column in NAMES["answer"] else value, f"`{column}`")
     if not text and not may_be_empty:
         raise FormatError(f"`{column}` is `''`, not a text")
     return text
 
 
-def _text_if_any(row: Row, column: str) -> str:
-    return "" if row.get(column) is None else _text(row, column, may_be_empty=True)
+def _text_if_any(row: Row, *columns: str) -> str:
+    """The text of the first of these columns that has one, or none."""
+    found = (name for name in columns if row.get(name) not in (None, ""))
+    return next((_text(row, name, may_be_empty=True) for name in found), "")
 
 
-def _sides(row: Row, *columns: str) -> dict[str, Any]:
-    """A prompt, completion, chosen or rejected: texts, or messages."""
-    sides = {c: messages_of(row, c) if _listed(row.get(c)) else _text(row, c) for c in columns}
-    chats = {name for name, side in sides.items() if isinstance(side, list)}
-    if chats and len(chats) < len(sides):
-        raise FormatError(f"`{min(chats)}` holds messages and `{min(sides.keys() - chats)}` holds text")
-    return sides
+def _side(row: Row, column: str, chats: bool) -> list[dict[str, Any]] | str:
+    """A completion, chosen or rejected: messages, or a text, which is the assistant's among `chats`."""
+    if is_chat(row.get(column)):
+        return messages_of(row, column)
+    text = _text(row, column)
+    return [{"role": "assistant", "content": text}] if chats else text
 
 
-def _question(row: Row, column: str, chats: bool) -> list[dict[str, Any]] | str:
-    """What the user asks, as messages or as text. Alpaca's `input` belongs to its `instruction`."""
-    text, more = _text(row, column), _text_if_any(row, "input") if column == "instruction" else ""
-    if chats:
-        return [{"role": "user", "content": f"{text}\n\n{more}" if more else text}]
-    if column != "instruction":
-        return text
-    start = ALPACA.format(", paired with an input that provides further context" if more else "")
-    middle = f"### Input:\n{more}\n\n" if more else ""
-    return f"{start}### Instruction:\n{text}\n\n{middle}### Response:\n"
+def _question(row: Row, column: str, chats: bool, alpaca: bool) -> list[dict[str, Any]] | str:
+    """What the user asks, as messages or as text; `alpaca`: in Alpaca's prompt. What it is about belongs to it."""
+    if is_chat(row.get(column)):
+        return messages_of(row, column)
+    about = [name for name in NAMES["more"] if name != column] if column != "prompt" else []
+    text, more = _text(row, column), _text_if_any(row, *about)
+    if alpaca and not chats and column != "prompt":
+        start = ALPACA.format(", paired with an input that provides further context" if more else "")
+        middle = f"### Input:\n{more}\n\n" if more else ""
+        return f"{start}### Instruction:\n{text}\n\n{middle}### Response:\n"
+    text = f"{text}\n\n{more}" if more else text
+    turns = row.get("history") if chats and column != "prompt" else None  # LLaMA-Factory's, of questions and answers
+    before = [text for turn in turns or () if isinstance(turn, list) and len(turn) == 2 for text in turn]
+    roles = itertools.cycle(("user", "assistant"))
+    chat = [{"role": role, "content": text} for role, text in zip(roles, [*before, text], strict=False)]
+    return chat if chats else text
 
 
-# The formats.
+# The forms.
 
-Recogniser = Callable[[str, set[str], Row, bool], "Format | None"]
-"""Takes the first column that the format needs, all columns, the first row, and whether there is a chat template."""
+Recogniser = Callable[[Sequence[str], Row, bool], "Format | None"]
+"""Takes all columns, the first row, and whether there is a chat template."""
 
 
-def _chats(column: str, columns: set[str], first: Row, template: bool, *, answered: bool = True) -> Format | None:
-    value: Any = first.get(column)
-    if not is_chat(value) and column != "messages":
+def _named(part: str, columns: Sequence[str]) -> str | None:
+    """The column that holds a part of a row."""
+    return next((name for name in NAMES[part] if name in columns), None)
+
+
+def _chats(columns: Sequence[str], first: Row, template: bool, *, answered: bool = True) -> Format | None:
+    named = [name for name in NAMES["messages"] if name in columns and is_chat(first.get(name))]
+    named = named or ["messages"] * ("messages" in columns)
+    if not named and len(named := _shaped_as_chats(columns, first)) != 1:
         return None
+    column = named[0]
+    value: Any = first.get(column)
     sharegpt = is_chat(value) and "from" in _listed(value)[0]
     title = f"ShareGPT (`{column}` with `from` and `value`)" if sharegpt else f"chats (`{column}`)"
 
@@ -221,84 +299,148 @@ def _chats(column: str, columns: set[str], first: Row, template: bool, *, answer
             )
         return {"messages": messages}
 
-    return Format(title, convert, True, _OF_TEMPLATES)
+    return Format(title, convert, True, (column,), _OF_TEMPLATES)
 
 
-def _texts(column: str, columns: set[str], first: Row, template: bool, *, may_be_empty: bool = False) -> Format:
+def _shaped_as_chats(columns: Sequence[str], first: Row) -> list[str]:
+    """The columns of other names that hold messages with answers."""
+    chats = {name: _listed(first.get(name)) for name in _unknown(columns) if is_chat(first.get(name))}
+    roles = {name: {str(m.get("role", m.get("from"))).lower() for m in chat} for name, chat in chats.items()}
+    return [name for name in chats if any(SHAREGPT_ROLES.get(role) == "assistant" for role in roles[name])]
+
+
+def _texts(columns: Sequence[str], first: Row, template: bool, *, may_be_empty: bool = False) -> Format | None:
     convert = lambda row: {"text": _text(row, "text", may_be_empty=may_be_empty)}  # noqa: E731
-    return Format("plain text (`text`)", convert, False)
+    return Format("plain text (`text`)", convert, False, ("text",)) if "text" in columns else None
 
 
-def _completions(column: str, columns: set[str], first: Row, template: bool) -> Format:
-    chats = is_chat(first.get("completion"))
-    title = f"prompt and completion ({'messages' if chats else 'text'})"
-    return Format(title, lambda row: _sides(row, "prompt", "completion"), chats, _OF_TEMPLATES)
+_OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask")
 
 
-def _alpaca(column: str, columns: set[str], first: Row, template: bool) -> Format:
+def _tokens(columns: Sequence[str], first: Row, template: bool) -> Format | None:
+    """Rows that others have tokenised, as TRL and transformers take them. Padding is left out."""
+
     def convert(row: Row) -> dict[str, Any]:
-        question, answer = _question(row, "instruction", template), _text(row, "output")
-        return {"prompt": question, "completion": [{"role": "assistant", "content": answer}] if template else answer}
+        parts: list[Any] = [row.get(name) for name in _OF_TOKENS]
+        ids, labels, *masks, real = parts
+        learned: Any = ids if labels is None else labels
+        try:
+            for mask in filter(None, masks):
+                learned = [label if one else -100 for label, one in zip(learned, mask, strict=True)]
+            tokens = list(zip(ids, learned, real or [1] * len(ids), strict=True))
+        except (TypeError, ValueError):
+            raise FormatError("`input_ids` and what belongs to it are not lists of the same length") from None
+        if any(label not in (-100, token) for token, label, _ in tokens):
+            raise FormatError("`labels` has other tokens than `input_ids`")
+        return {
+            "input_ids": [token for token, _, one in tokens if one],
+            "labels": [label for _, label, one in tokens if one],
+        }
 
-    how = "through the chat template" if template else "with Alpaca's prompt, as there is no chat template"
-    return Format(f"Alpaca (instruction, output; {how})", convert, template)
+    return Format("tokens (`input_ids`)", convert, False, ("input_ids",)) if "input_ids" in columns else None
 
 
-def _pairs(column: str, columns: set[str], first: Row, template: bool) -> Format:
-    asked, chosen = next((name for name in PROMPTS if name in columns), None), _listed(first.get("chosen"))
-    answers_are_chats = is_chat(chosen)
-    if answers_are_chats and not is_chat(first.get("prompt")):
-        role = str(chosen[0].get("role", chosen[0].get("from"))).lower()
+def _answered(columns: Sequence[str], first: Row, template: bool, *, sides: tuple[str, ...]) -> Format | None:
+    """Prompts with one answer (`completion`), or with two (`chosen`, `rejected`), which may begin with the prompt."""
+    names = [name for side in sides if (name := _named(side, columns)) is not None]
+    asked = next((n for n in (*NAMES["prompt"], *NAMES["messages"]) if n in columns and n not in names), None)
+    pairs, answer = len(sides) > 1, first.get(names[0]) if names else None
+    if len(names) < len(sides) or not (asked or pairs):
+        return None
+    if pairs and is_chat(answer) and not is_chat(first.get("prompt")):
+        message = _listed(answer)[0]
         # As in UltraFeedback, chosen and rejected may begin with the prompt, which also stands alone.
-        asked = asked if SHAREGPT_ROLES.get(role) == "assistant" else None
-    prompt_is_chat = asked is not None and is_chat(first.get(asked))
-    chats = answers_are_chats or prompt_is_chat or (template and asked not in (None, "prompt"))
+        own = SHAREGPT_ROLES.get(str(message.get("role", message.get("from"))).lower()) == "assistant"
+        asked = asked if own else None
+    messages = is_chat(answer) or is_chat(first.get(asked))
+    plain = "text" if not template else _why_plain(asked, first.get(asked), answer)
+    chats = messages or plain is None
+    how = "messages" if messages else plain or "through the chat template"
+    if not template and not chats and asked not in (None, "prompt"):
+        how = "in Alpaca's prompt, as there is no chat template"
 
     def convert(row: Row) -> dict[str, Any]:
-        read = messages_of if answers_are_chats else _text
-        sides: dict[str, Any] = {name: read(row, name) for name in ("chosen", "rejected")}
-        if sides["chosen"] == sides["rejected"]:
+        values = {side: _side(row, name, chats) for side, name in zip(sides, names, strict=True)}
+        if pairs and values["chosen"] == values["rejected"]:
             raise FormatError("`chosen` and `rejected` are the same")
-        if chats and not answers_are_chats:
-            sides = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
         if asked is not None:
-            prompt: Any = messages_of(row, asked) if prompt_is_chat else _question(row, asked, chats)
-            sides["prompt"] = prompt
-            if prompt_is_chat and asked != "prompt" and prompt[-1]["role"] == "assistant":
+            prompt = _question(row, asked, chats, not template)
+            if asked != "prompt" and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
                 raise FormatError(f"`{asked}` ends with an answer, so that it is no prompt of `chosen` and `rejected`")
-        return sides
-
-    where = {None: ", prompt inside", "prompt": " with prompt"}.get(asked, f" with `{asked}`")
-    return Format(f"preference pairs{where} ({'messages' if chats else 'text'})", convert, chats, _OF_TEMPLATES)
-
-
-def _prompts(column: str, columns: set[str], first: Row, template: bool) -> Format:
-    """Prompts, chats or questions with reference answers, and all other columns, which reward functions get."""
-    answer = next((name for name in ANSWERS if name in columns), None)
-
-    def convert(row: Row) -> dict[str, Any]:
-        values = prompt_of(row)
-        if answer is not None:
-            values["answer"] = None if row.get(answer) == "" else row.get(answer)  # an empty field of a table
+            values["prompt"] = prompt
+        kinds = {name: isinstance(value, list) for name, value in values.items()}
+        if len({*kinds.values()}) > 1:
+            chat, text = (next(name for name, kind in kinds.items() if kind == wanted) for wanted in (True, False))
+            raise FormatError(f"`{chat}` holds messages and `{text}` holds text")
         return values
 
-    def prompt_of(row: Row) -> dict[str, Any]:
-        if column == "prompt":
-            return _sides(row, "prompt")
-        if column != "messages":
-            return {"prompt": _question(row, column, template)}
-        *before, last = messages_of(row, "messages")
-        if last["role"] != "assistant":
-            return {"prompt": [*before, last]}
-        if not before:
-            raise FormatError("`messages` has no message before the answer")
-        return {"prompt": before, "answer": last.get("content", "")}
+    answers = " and ".join(f"`{name}`" for name in names)
+    where = f" with `{asked}`" if asked else ", prompt inside"
+    title = f"preference pairs ({answers}){where}, {how}" if pairs else f"`{asked}` and {answers} ({how})"
+    return Format(title, convert, chats, (*names, *filter(None, [asked])), _OF_TEMPLATES)
 
-    chats = {"prompt": is_chat(first.get("prompt")), "messages": True}.get(column, template)
-    titles = {"prompt": f"prompts ({'messages' if chats else 'text'})", "messages": "chats (`messages`)"}
-    without = "; their last answer is the reference" if column == "messages" else ", no answers"
-    title = titles.get(column, f"`{column}`") + (f" with `{answer}`" if answer else without)
-    return Format(title, convert, chats, tuple(sorted(columns - {"prompt", "messages"})))
+
+def _why_plain(asked: str | None, prompt: Any, answer: Any) -> str | None:
+    """Why a chat template is not applied to a prompt and an answer that are texts; `None` if it is."""
+    if asked is None:
+        return "text as it is"
+    if asked == "prompt" and str(answer)[:1].isspace():
+        return "text: an answer that begins with a space continues its prompt"
+    return "text as it is, which is formatted already" if _FORMATTED.search(str(prompt)) else None
+
+
+def _prompts(columns: Sequence[str], first: Row, template: bool) -> Format | None:
+    """Prompts, chats or questions with reference answers, and all other columns, which reward functions get."""
+    column = next((n for n in ("prompt", *NAMES["messages"], *NAMES["prompt"]) if n in columns), None)
+    answer = _named("answer", [name for name in columns if name != column])
+    if column is None:
+        return None
+
+    def convert(row: Row) -> dict[str, Any]:
+        values: dict[str, Any]
+        if column in NAMES["messages"]:
+            *prompt, last = messages_of(row, column)
+            if last["role"] != "assistant":
+                values = {"prompt": [*prompt, last]}
+            elif prompt:
+                values = {"prompt": prompt, "answer": last["content"]}
+            else:
+                raise FormatError(f"`{column}` has no message before the answer")
+        else:
+            values = {"prompt": _question(row, column, template and column != "prompt", not template)}
+        if answer is not None:
+            values["answer"] = None if row.get(answer) == "" else _first_answer(row.get(answer))  # "": of a table
+        return values
+
+    chats = is_chat(first.get(column)) or template and column != "prompt"
+    how = "text, without the chat template, which `--columns question=prompt` takes" if template else "text"
+    title = f"prompts ({'messages' if chats else how})" if column == "prompt" else f"`{column}`"
+    without = ", no answers"
+    if column in NAMES["messages"]:
+        title, without = f"chats (`{column}`)", "; their last answer is the reference"
+    title += f" with `{answer}`" if answer else without
+    return Format(title, convert, chats, (column,), tuple(sorted({*columns} - {"prompt", *NAMES["messages"]})))
+
+
+def _labelled(columns: Sequence[str], first: Row, template: bool) -> Format | None:
+    """Answers of which a label says whether they are good."""
+    form = _answered(columns, first, template, sides=("completion",)) or _chats(columns, first, template)
+    if form is None or "label" not in columns:
+        return None
+    unlabelled = form.convert
+
+    def convert(row: Row) -> dict[str, Any]:
+        values, label = unlabelled(row), str(row.get("label")).lower()
+        if label not in ("true", "false", "1", "0"):
+            raise FormatError(f"`label` is `{row.get('label')!r:.40}`, not true or false")
+        if "messages" in values:
+            *prompt, last = values["messages"]
+            if not prompt or last["role"] != "assistant":
+                raise FormatError("its last message is no answer to others, which `label` could be of")
+            values = {"prompt": prompt, "completion": [last]}
+        return {**values, "label": label in ("true", "1")}
+
+    return Format(f"{form.title} with `label`", convert, form.chats, ("label", *form.columns), form.kept)
 
 
 FORMATS: dict[str, dict[str, Recogniser]] = {
@@ -308,44 +450,84 @@ FORMATS: dict[str, dict[str, Recogniser]] = {
     },
     "sft": {
         "`messages` (chats)": _chats,
-        "`conversations` (ShareGPT)": _chats,
-        "`conversation`": _chats,
-        "`prompt` and `completion`": _completions,
-        "`instruction` and `output` (Alpaca)": _alpaca,
+        "`prompt` and `completion`": functools.partial(_answered, sides=("completion",)),
         "`text`": _texts,
+        "`input_ids`": _tokens,
     },
-    "dpo": {"`chosen` and `rejected`, with or without a prompt": _pairs},
-    "grpo": {f"`{name}`": _prompts for name in ("prompt", "messages", *QUESTIONS)},
+    "dpo": {
+        "`chosen` and `rejected`, with or without a prompt": functools.partial(_answered, sides=("chosen", "rejected"))
+    },
+    "grpo": {"`prompt`, `messages` or `question`": _prompts},
+    "kto": {"`prompt`, `completion` and `label`": _labelled},
 }
-"""Of each command, in the order in which they are tried, by the columns (in backticks) that they need."""
+FORMATS["reward"] = FORMATS["dpo"]
+"""Of each command, by what it takes, in the order in which they are tried."""
+_PROPOSED = {"train": ("text",), "sft": ("prompt", "completion"), "dpo": ("chosen", "rejected"), "grpo": ("prompt",)}
+_PROPOSED |= {"kto": ("prompt", "completion"), "reward": _PROPOSED["dpo"]}
 
 
 def recognise(
-    command: str, columns: Iterable[str], first: Row, template: bool = True, where: str = "The data set"
-) -> Format:
+    command: str, columns: Sequence[str], first: Row, template: bool = True, where: str = "The data set",
+    wanted: Iterable[str] = (),
+) -> Format:  # fmt: skip
     """
-    Return the format of a data set (`where`) by its columns and its first row. Without a chat template of the tokenizer
-    (`template`), Alpaca's rows and questions become text.
+    Return the form of a data set (`where`) by its columns and its first row, one that reads the `wanted` columns if
+    there is one. Without a chat template of the tokenizer (`template`), questions become text.
     """
-    columns = list(columns)
 
     def match(command: str) -> Format | None:
-        for title, recogniser in FORMATS[command].items():
-            needed = re.findall("`(.+?)`", title)
-            if set(needed) <= set(columns) and (matching := recogniser(needed[0], set(columns), first, template)):
-                return matching
-        return None
+        found = [form for of in FORMATS[command].values() if (form := of(columns, first, template))]
+        return next((form for form in found if {*wanted} & {*form.columns}), next(iter(found), None))
 
-    if (row_format := match(command)) is not None:
-        return row_format
+    def failure(command: str) -> str | None:
+        """Why the first row is not of the form of a command."""
+        try:
+            return None if (form := match(command)) and form.convert(first) else "its columns have other names"
+        except FormatError as error:
+            return str(error)
+
+    of_label = ("sft",) if isinstance(first.get("label"), bool) else ()  # whether an answer is good: not SFT's
+    others = [other for other in FORMATS if other not in (command, "train", "grpo", *of_label)]
+    likely = next((other for other in others if failure(other) is None), None)
+    advice = f" That is what `hf-hybrid {likely}` takes." if likely else ""
+    if (form := match(command)) is not None:
+        if advice and (reason := failure(command)):
+            raise OptionError(f"{where}, row 1: {reason}.{advice}")
+        return form
     has = ", ".join(f"`{name}`" for name in columns) or "no columns"
-    *others, last = FORMATS[command]
-    takes = f"{', '.join(others)} or {last}" if others else last
-    if command == "dpo" and len(lacking := {"chosen", "rejected"}.difference(columns)) == 1:
-        raise OptionError(f"{where}: it has {has}, and no `{lacking.pop()}`. `--columns NEW=OLD` renames one.")
-    likely = next((other for other in ("sft", "dpo", "grpo") if match(other)), None)
-    hint = f" That is what `hf-hybrid {likely}` takes." if likely else " `--columns NEW=OLD` renames one."
-    raise OptionError(f"{where}: it has {has}, and `hf-hybrid {command}` takes {takes}.{hint}")
+    *some, last = FORMATS[command]
+    takes = f"{', '.join(some)} or {last}" if some else last
+    lacking = [side for side in ("chosen", "rejected") if _named(side, columns) is None]
+    if command in ("dpo", "reward") and len(lacking) == 1:
+        raise OptionError(f"{where}: it has {has}, and no `{lacking[0]}`. `--columns {lacking[0]}=OLD` renames one.")
+    nested = any(isinstance(first.get(name), (list, dict)) for name in _unknown(columns))
+    if (command == "grpo" or not advice) and (proposed := _proposed(command, columns, first)):
+        advice = proposed
+    elif not (advice or of_label or nested) and failure("grpo") is None:
+        advice = " That is what `hf-hybrid grpo` takes."
+    raise OptionError(f"{where}: it has {has}, and `hf-hybrid {command}` takes {takes}.{advice}")
+
+
+def _unknown(columns: Sequence[str]) -> list[str]:
+    return [name for name in columns if not any(name in names for names in (*NAMES.values(), _OF_TEMPLATES))]
+
+
+def _proposed(command: str, columns: Sequence[str], first: Row) -> str:
+    """Which columns a command could take under which names, in a sentence; nothing if there are none."""
+    if command not in ("dpo", "reward") and (talks := _shaped_as_chats(columns, first)):
+        return f" If `{talks[0]}` is the conversation, add `--columns messages={talks[0]}`."
+    chats = command != "train"
+    texts = [n for n in _unknown(columns) if isinstance(first.get(n), str) or chats and is_chat(first.get(n))]
+    texts = [name for name in texts if first[name] and not _OF_NOTES.search(name)]
+    sentences = [name for name in texts if " " in str(first[name]).strip()]
+    left = iter(sentences if len(sentences) >= len(_PROPOSED[command]) else texts)
+    names = {part: _named(part, columns) or next(left, None) for part in _PROPOSED[command]}
+    if None in names.values():  # one text alone
+        names = {"text": texts[0]} if command == "sft" and texts else {}
+    means = {"prompt": "question", "completion": "answer"}
+    said = " and ".join(f"`{name}` is the {means.get(part, part)}" for part, name in names.items())
+    new = shlex.join(f"{part}={name}" for part, name in names.items() if name in texts)
+    return f" If {said}, add `--columns {new}`." if new else ""
 
 
 def convert_rows(
@@ -360,15 +542,17 @@ def convert_rows(
         try:
             return convert(row)
         except FormatError as error:
-            raise OptionError(f"{where}, row {number + 1}: {error}. Correct or remove the row.") from None
+            advice = "" if str(error).endswith(".") else ". Correct or remove the row."
+            raise OptionError(f"{where}, row {number + 1}: {error}{advice}") from None
 
     def rename(row: Any) -> dict[str, Any]:
         return {renamed.get(name, name): value for name, value in read_row(row).items()}
 
     def convert(row: Any) -> dict[str, Any]:
+        _check_row(row, command, row_format)
         values = {**{name: row.get(name) for name in kept}, **row_format.convert(row)}
         if row_format.chats:
-            values = with_system(values, _text_if_any(row, "system"))
+            values = with_system(values, _text_if_any(row, *NAMES["system"]))
         return with_system(values, system)
 
     stored = rows.column_names or list(next(iter(rows), {}))  # of a stream that does not know them
@@ -379,13 +563,11 @@ def convert_rows(
         raise OptionError(f"{where} holds no rows.")
     columns = list(dict.fromkeys(itertools.chain.from_iterable(heads)))
     _check_names(where, columns, renamed)
+    known, wanted = set(itertools.chain.from_iterable(NAMES.values())), [*renamed.values()]
+    renamed |= {name: low for name in columns if (low := name.lower()) in known.difference(columns, wanted)}
     columns = [renamed.get(name, name) for name in columns]
-    if command != "train" and (pictures := {"image", "images"}.intersection(columns)):
-        raise OptionError(
-            f"{where} has pictures in `{min(pictures)}`, and `hf-hybrid {command}` trains models of text. To train on "
-            "the text alone, remove the column."
-        )
-    row_format = recognise(command, columns, rename(heads[0]), template, where)
+    with_number(lambda row: _check_row(rename(row), command) or {}, heads[0], 0)
+    row_format = recognise(command, columns, rename(heads[0]), template, where, wanted)
     if row_format.chats and not template:
         more = ", or set `--chat_template_path` to a .jinja file or `plain` (`User: ... Assistant: ...`)"
         raise OptionError(
@@ -395,11 +577,39 @@ def convert_rows(
     kept = [name for name in row_format.kept if name in columns]
     first = _Watched(rename(heads[0]), columns)
     columns = list(with_number(convert, first, 0))
-    options: dict[str, Any] = {"desc": "Reading rows"} if hasattr(rows, "__len__") else {}
+    if lost := [name for name in wanted if name in first.unread and name in known]:
+        raise OptionError(f"`--columns {lost[0]}=...`: {where} is read as {row_format.title}, without `{lost[0]}`.")
     each = functools.partial(with_number, lambda row: convert(rename(row)))
-    with refusing(f"{where}: its rows do not fit into one table", "Give each column values of one kind."):
-        converted = rows.map(each, with_indices=True, remove_columns=stored, **options)
-        return Source(where, row_format, columns, converted, tuple(first.unread))
+    options: dict[str, Any] = {"with_indices": True, "remove_columns": stored}
+    if not hasattr(rows, "__len__"):
+        return Source(where, row_format, columns, rows.map(each, **options), tuple(first.unread))
+    # A table takes its form from its first rows. Where others differ, all of them decide.
+    for size in (1000, len(rows)):
+        try:
+            converted = rows.map(each, desc="Reading rows", writer_batch_size=size, **options)
+            return Source(where, row_format, columns, converted, tuple(first.unread))
+        except OptionError:
+            raise
+        except Exception as error:
+            reason = reason_of(error)
+    raise OptionError(f"{where}: its rows do not fit into one table: {reason} Give each column values of one kind.")
+
+
+def _check_row(row: dict[str, Any], command: str, form: Format | None = None) -> None:
+    """Refuse what must not be left out in silence: pictures, and rows that are marked as not to be learned."""
+    advice = "`--columns ignored={0}` reads the rows without it.".format
+    for name in NAMES["pictures"] if command != "train" else ():
+        if dict.get(row, name):
+            kind = "pictures" if name.startswith("image") else "media"
+            text = f"it has {kind} in `{name}`, and `hf-hybrid {command}` trains models of text"
+            raise FormatError(f"{text}. {advice(name)}")
+    columns = () if form is None else form.columns
+    answers = command == "sft" and columns not in ((), ("text",)) or any(name in NAMES["messages"] for name in columns)
+    for name in NAMES["switch"] if answers and command in ("sft", "train", "grpo") else ():
+        value = dict.get(row, name, True)
+        if str(value).lower() == "false" or name != "label" and value in (0, "0"):
+            kto = "That is what `hf-hybrid kto` takes; " * (name == "label")
+            raise FormatError(f"`{name}` is `{value}`, and its answer would be learned. {kto}{advice(name)}")
 
 
 def _check_names(where: str, columns: Sequence[str], renamed: dict[str, str]) -> None:

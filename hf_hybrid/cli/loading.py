@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.cli.options import AdapterOptions, ModelOptions, OptionError, Options
+from hf_hybrid.cli.options import REWARD, AdapterOptions, ModelOptions, OptionError, Options
 from hf_hybrid.records.readings import as_dict, read_json
 
 logger = logging.getLogger(__name__)
@@ -201,16 +201,29 @@ def refusing(what: str, remedy: str = "") -> Generator[None]:
 # Weights.
 
 
+def make_repository(name: str, option: str, folder: str, how: dict[str, Any]) -> None:
+    """Make a repository on the Hub, before the work whose `folder` is pushed there, or refuse the option."""
+    from huggingface_hub import create_repo
+
+    remedy = "Connect to the network and log in (`hf auth login`), or push later:"
+    with refusing(f"`{option}`: `{name}` cannot be made on the Hub", f"{remedy} `hf upload {name} {folder}`."):
+        create_repo(name, exist_ok=True, **how)
+
+
 def load_model(options: Options, config: Any, adapter: Path | None = None) -> Any:
     """
     Load the model of a config, with the trained adapters of a folder (`adapter`) or without any. The caller has set the
     seed that random weights are drawn with. An `ImportError` says what to install for quantisation.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from hf_hybrid.export.source import shard_names
 
+    scores = options.command is REWARD
+    if scores:
+        config.num_labels = 1
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     model, adapters, args, name = options.model, options.adapters, options.config, str(options.model.model)
     if model.qat == "bitnet" and adapters.use_peft:
         raise OptionError("`--qat bitnet` trains all weights, and `--peft` freezes them. Leave one out.")
@@ -230,7 +243,7 @@ def load_model(options: Options, config: Any, adapter: Path | None = None) -> An
             raise OptionError(f"`--peft lora` adapts trained weights, and `{name}` has none.")
         common["dtype"] = torch.float32 if dtype == "auto" else getattr(torch, dtype)
         with refusing(f"`--model {name}` cannot be built"):
-            loaded = AutoModelForCausalLM.from_config(config, **common)
+            loaded = kind.from_config(config, **common)
         # DeepSpeed's `ds_id` marks parameters that lie on other processes, and are empty on this one.
         weights = loaded.named_parameters()
         empty = [key for key, weight in weights if not weight.numel() and not hasattr(weight, "ds_id")]
@@ -240,8 +253,9 @@ def load_model(options: Options, config: Any, adapter: Path | None = None) -> An
         common |= {"revision": model.model_revision or "main", **_quantization(adapters, args)}
         common |= {**(getattr(args, "model_init_kwargs", None) or {}), "config": config, "output_loading_info": True}
         with refusing(f"`--model {name}` cannot be loaded"):
-            pair: Any = AutoModelForCausalLM.from_pretrained(name, **common)
-        loaded, info = pair
+            loaded, info = kind.from_pretrained(name, **common)
+        if scores:  # a head that scores begins at random, in place of that of the language model
+            info = {what: {*keys} - {"score.weight", "lm_head.weight"} for what, keys in info.items() if "keys" in what}
         if not model.allow_new_weights:
             _check_keys(name, loaded, info)
         # bitsandbytes packs linear layers, not experts in one tensor.

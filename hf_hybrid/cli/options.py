@@ -14,6 +14,7 @@ import functools
 import importlib
 import json
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
@@ -21,12 +22,23 @@ from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_o
 
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
 from hf_hybrid.cli.console import write_error
-from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options
+from hf_hybrid.cli.other_tools import advice
+from hf_hybrid.cli.yaml_file import ENVIRONMENT, holds_secret, read_options, split_private
 
 COMMAND = "command"
 """Key of a YAML file under which the command stands that its options are for."""
 PRIVATE = "HF_HYBRID_PRIVATE_OPTIONS"
 """Environment variable with options as JSON, which stand in no file: a sweep gives them to its trials so."""
+
+NO_OTHER_RUN = (
+    "output_dir", "resume_from_checkpoint", "save_", "async_save", "enable_jit_checkpoint", "logging_", "log_",
+    "run_name", "report_to", "disable_tqdm", "push_to_hub", "hub_", "eval_st", "num_processes", "dataloader_num",
+    "dataset_num_proc", "profile_memory", "sample_prompts",
+)  # fmt: skip
+"""How the names of options begin with which a run stays the same: where it computes, saves and reports."""
+
+FOREIGN = (("adapter", "lora"), ("adapter", "qlora"), ("bf16", "auto"), ("fp16", "auto"), ("tf32", "auto"))
+"""Names of ours with values that only other tools take."""
 
 
 class OptionError(ValueError):
@@ -100,6 +112,7 @@ class DataOptions(OptionGroup):
     columns: Optional[list[str]] = option(None, "Names of columns, as NEW=OLD: prompt=question completion=answer.")
     limit: Optional[int] = option(None, "Read at most so many rows of each data set.", at_least=1)
     dry_run: bool = option(False, "Say what would be trained, and what its rows would save; train nothing.")
+    show_rows: int = option(0, "Show so many rows as the model sees them, and what of them is learned.", at_least=0)
     streaming: bool = option(False, "Read rows while training, not before; needs max_steps. Also --dataset_streaming.")
     system_prompt: Optional[str] = option(None, "System message of conversations that have none.")
     eval_dataset: Optional[list[str]] = option(None, "Data to evaluate on. Default: eval_share of the rows, held out.")
@@ -206,36 +219,6 @@ ALIASES = {
     "reward_funcs": "reward",
 }
 """Names of options in TRL's scripts, which are taken too."""
-_ROW_LENGTHS = "max_seq_length max_seq_len sequence_len cutoff_len block_size max_length sequence_length"
-OTHER_NAMES = {
-    "columns text=NAME": "text_column",
-    "columns messages=NAME": "messages_column",
-    "model": "base_model model_name",
-    "dataset": "datasets dataset_path train_file",
-    "eval_dataset": "test_datasets validation_file",
-    "eval_share": "val_set_size val_size",
-    "limit": "max_samples",
-    "max_length": _ROW_LENGTHS,
-    "sequence_length": _ROW_LENGTHS,
-    "packing": "sample_packing",
-    "per_device_train_batch_size": "micro_batch_size train_batch_size batch_size",
-    "num_train_epochs": "num_epochs epochs",
-    "learning_rate": "lr",
-    "lr_scheduler_type": "lr_scheduler",
-    "warmup_steps 0.1": "warmup_ratio",
-    "optim": "optimizer",
-    "eval_strategy": "evaluation_strategy",
-    "early_stopping_patience": "early_stopping_steps",
-    "peft": "adapter finetuning_type",
-    "lora_r": "lora_rank rank",
-    "lora_target_modules": "lora_target target_modules",
-    "attn_implementation flash_attention_2": "flash_attention flash_attn",
-    "max_completion_length": "max_new_tokens",
-    "num_generations": "group_size",
-    "chat_template_path": "chat_template",
-    "use_cpu": "no_cuda",
-}
-"""By what to write here: the names in other tools, and in older versions of transformers and of this package."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +289,22 @@ GRPO = Command(
     training=("num_generations", "max_completion_length", "temperature"),
     defaulted=("logging_steps", "logging_first_step", "learning_rate", "log_completions"),
 )
-TRAINING = {command.name: command for command in (TRAIN, SFT, DPO, GRPO)}
+KTO = Command(
+    "kto",
+    "Train a model on answers that are labelled as good or bad.",
+    "hf_hybrid.trl.others:HybridKTOConfig",
+    "hf_hybrid.trl.others:HybridKTOTrainer",
+    "trl.KTOConfig",
+    training=("max_length", "beta"),
+)
+REWARD = Command(
+    "reward",
+    "Train a reward model, which scores answers, on preference pairs.",
+    "hf_hybrid.trl.others:HybridRewardConfig",
+    "hf_hybrid.trl.others:HybridRewardTrainer",
+    "trl.RewardConfig",
+)
+TRAINING = {command.name: command for command in (TRAIN, SFT, DPO, KTO, REWARD, GRPO)}
 
 
 class Options(NamedTuple):
@@ -331,7 +329,7 @@ class Options(NamedTuple):
 USUAL = {
     "Model and data": (
         "model", "dataset", "columns", "limit", "system_prompt", "sequence_length", "eval_dataset", "eval_share",
-        "early_stopping_patience", "dry_run",
+        "early_stopping_patience", "dry_run", "show_rows",
     ),
     "Rewards": ("reward", "reward_pattern"),
     "Adapters": ("peft", "lora_r", "lora_alpha", "lora_target_modules"),
@@ -356,7 +354,7 @@ TRAINING_OPTIONS = {
     "activation_checkpointing": "true, false or auto (as few layers as memory asks for).",
     "eval_steps": "Evaluate every so many steps, with --eval_strategy steps.",
     "save_steps": "Save a checkpoint every so many steps. Default: 500.",
-    "resume_from_checkpoint": "true: go on from the last checkpoint.",
+    "resume_from_checkpoint": "false: begin anew. true: go on with other options. Default: auto.",
     "report_to": "wandb, tensorboard, trackio, ... Default: none.",
     "seed": "Default: 42.",
 }
@@ -470,7 +468,7 @@ class CommandLine:
         known, words = own.parse_known_args(self.arguments)
         self.path = known.config
         self._words = [_by_own_name(word) for word in words]
-        file = {} if self.path is None else _read_yaml(self.path)
+        file = {} if self.path is None else read_file(self.path)
         self._variables, wanted = file.pop(ENVIRONMENT, None), file.pop(COMMAND, command.name)
         if wanted != command.name:
             raise OptionError(f"`--config {self.path}` is for another command: `hf-hybrid {wanted}`.")
@@ -484,16 +482,34 @@ class CommandLine:
 
     def early(self, *names: str) -> dict[str, list[str]]:
         """Return the words of some options, for checks before torch is imported; none where it is not given."""
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for name in names:
-            parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), nargs="*", dest=name)
-        parser.error = _refuse
-        written = vars(parser.parse_known_args(self._words)[0])
+        return {name: self._written.get(name, []) for name in names}
 
-        def words(value: Any) -> list[str]:
-            return list(map(str, value if isinstance(value, list) else [] if value is None else [value]))
+    @functools.cached_property
+    def _written(self) -> dict[str, list[str]]:
+        """The words of every option that was given."""
+        found: dict[str, list[str]] = {}
+        for name, value in self._from_file.items():
+            found[name] = list(map(str, value if isinstance(value, list) else [] if value is None else [value]))
+        words: list[str] = []
+        for word in self._words:
+            if word.startswith("--"):
+                name, equals, value = word.removeprefix("--").partition("=")
+                words = found[name.replace("-", "_")] = [value] * bool(equals)
+            else:
+                words.append(word)
+        return found
 
-        return {n: words(self._from_file.get(n) if written[n] is None else written[n]) for n in names}
+    def note(self) -> dict[str, Any]:
+        """Return what tells this run from another: its command and options, in one form, and without secrets."""
+        written = {name: words or ["true"] for name, words in self._written.items()}
+        options = {n: list(map(_plain, words)) for n, words in written.items() if not n.startswith(NO_OTHER_RUN)}
+        for name in ("model", "tokenizer", "dataset", "eval_dataset"):
+            if name in options:
+                paths = [Path(word).expanduser() for word in self._written[name]]
+                options[name] = [str(path.resolve()) if path.exists() else str(path) for path in paths]
+                if "dataset" in name and any(held := list(map(_held, paths))):
+                    options[f"{name} (what it holds)"] = held
+        return {"command": self.command.name, "options": split_private(options)[0]}
 
     def set_environment(self) -> None:
         """Set the variables under `env` in the YAML file, over those that are set. Launched processes inherit them."""
@@ -543,20 +559,16 @@ class CommandLine:
         return _parser(self.command)
 
     def _advice(self, name: str, names: Iterable[str]) -> str:
-        known = {own.removeprefix("--") for own in names}
-        for own, others in OTHER_NAMES.items():
-            if name.removeprefix("--").replace("-", "_") in others.split() and own.split()[0] in known:
-                in_yaml = "; in YAML the words behind `--columns` are a list" if own.startswith("columns") else ""
-                return f" Write `--{own}` in its place{in_yaml}."
+        if said := advice(name.removeprefix("--").replace("-", "_"), {own.removeprefix("--") for own in names}):
+            return f" {said}"
         near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.75)
         return f" Did you mean `{near[0]}`?" if near else f" `{self.command.program} --help all` lists all."
 
     def _words_of_file(self, actions: dict[str, argparse.Action]) -> tuple[list[str], dict[str, Any]]:
         """The options of the file as words, and those that no word can say (nothing, a list) as values."""
+        self._check_names(actions)
         words, values = [], {}
         for name, value in self._from_file.items():
-            if name not in actions:
-                raise OptionError(f"`{name}` in `{self.path}` is no option.{self._advice(name, actions)}")
             takes_list = actions[name].nargs in ("+", "*")
             self._check_kind(name, value)
             if value is None or isinstance(value, list) and not takes_list:
@@ -568,6 +580,18 @@ class CommandLine:
             else:
                 words.append(f"--{name}={_word(value, actions[name].choices)}")
         return words, values
+
+    def _check_names(self, actions: dict[str, argparse.Action]) -> None:
+        """Refuse the names in the file that are no options, all in one message."""
+        others = [n for n, value in self._from_file.items() if n not in actions or (n, value) in FOREIGN]
+        if len(others) == 1 and others[0] not in actions:
+            raise OptionError(f"`{others[0]}` in `{self.path}` is no option.{self._advice(others[0], actions)}")
+        if others:
+            lines = [f"  {name}:{self._advice(name, actions)}" for name in others]
+            raise OptionError(
+                f"`{self.path}` has what is no option of `{self.command.program}`:\n" + "\n".join(lines) + "\n"
+                f"`hf-hybrid convert {self.path} > run.yaml` writes a file of another tool with our names."
+            )
 
     def _check_kind(self, name: str, value: Any) -> None:
         """Refuse an empty line, a list or a mapping where the option takes none of them: argparse never sees these."""
@@ -582,8 +606,10 @@ class CommandLine:
             raise OptionError(f"{where} takes a single value{_got(name, repr(value))}.")
 
     def check_required(self) -> None:
-        """Refuse a run without a model or without data."""
+        """Refuse a run without a model or without data. A file of another tool has them under other names."""
         for name, words in self.early("model", "dataset").items():
+            if not words and self._from_file:
+                self._check_names({action.dest: action for action in self._parser._actions})
             required(name, words or None, self.command.program)
 
     @property
@@ -622,9 +648,27 @@ class CommandLine:
         The dataclasses get what was written and nothing else, so that they know which defaults the user wrote.
         """
         defaulted, values = self.defaulted, {**self._decided(), **self._parsed[1]}
+        if "dataset_text_field" in values:  # TRL's name for it
+            values["columns"] = [*(values.get("columns") or ()), f"text={values['dataset_text_field']}"]
         model, data, adapters, launch, *more, config = self._parser.parse_dict(values, allow_extra_keys=True)
         trusted = (model if isinstance(model, TextModelOptions) else config).trust_remote_code
         return Options(self.command, model, data, adapters, launch, config, defaulted, trusted, *more)
+
+
+def _plain(word: str) -> str:
+    """Return a word of an option in the form that is compared: `1e-3` is `0.001`, `True` is `true`."""
+    try:
+        return f"{float(word):.15g}"
+    except ValueError:
+        return word.lower() if word.lower() in ("true", "false") else word
+
+
+def _held(path: Path) -> str:
+    """Return bytes and checksum of a file, of a large one its first part; of a folder the bytes; else nothing."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return f"{path.stat().st_size:,} bytes, {zlib.crc32(file.read(1 << 26)):08x}"
+    return f"{sum(file.stat().st_size for file in path.rglob('*')):,} bytes" if path.is_dir() else ""
 
 
 def _by_own_name(word: str) -> str:
@@ -641,7 +685,8 @@ def required(name: str, value: Any, program: str) -> Any:
     return value
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def read_file(path: str) -> dict[str, Any]:
+    """Return the options of a YAML file. Raises [`OptionError`]."""
     try:
         values = read_options(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

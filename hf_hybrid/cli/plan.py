@@ -28,6 +28,8 @@ DEFAULTS = {
     "gradient_accumulation_steps": 1, "offload_activations": False, "base_precision": "same",
 }  # fmt: skip
 """Options that a printed command need not have."""
+OF_COMMANDS = {*LENGTHS.values(), "model", "dtype", "peft", "lora_r", "lora_target_modules", "qat"}
+"""Those that no config of a trainer has, or that would cut images."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:  # a ValueError: of a NUL in the name
         reason = getattr(error, "strerror", error)
         raise ValueError(f"`--output {args.output}` cannot be written: {reason}.") from None
-    write_error(f"Written: {args.output} ({best.title})\n")
+    write_error(f"Written: {args.output} ({report.title(best)})\n")
     return 0
 
 
@@ -84,7 +86,7 @@ class _Report:
     def __init__(self, args: argparse.Namespace):
         from hf_hybrid.machine import device_memory
         from hf_hybrid.plan.accounting import host_memory
-        from hf_hybrid.plan.models import lora_config
+        from hf_hybrid.plan.models import lora_config, takes_images
         from hf_hybrid.plan.planner import Planner, recommended
         from hf_hybrid.plan.setups import with_context
         from hf_hybrid.plan.ways import KINDS, parse_size
@@ -112,14 +114,39 @@ class _Report:
             enable_predict=args.enable_predict,
             accelerator="cuda",
         )
+        self.sees = takes_images(self.planner.config)
+        if self.sees and args.output is not None:
+            raise ValueError(f"`--output` is for commands, and `{args.model}` takes images, which Python trains.")
         of_trl, can_stream = args.task != "train", args.task in ("train", "sft")
         self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, own_loss=of_trl, can_stream=can_stream)
         self.best = {kind: recommended(self.plans, kind) for kind in kinds}
+        divisors = [count for count in range(2, args.batch_size + 1) if args.batch_size % count == 0]
+
+        def smaller(kind: str, count: int) -> WayPlan | None:
+            best = self.best[kind]
+            how: dict[str, Any] = {"own_loss": of_trl, "can_stream": best is None and can_stream}
+            plan = recommended(self.planner.plans(args.dtype, (kind,), micro_batches=count, **how), kind)
+            return plan if plan is None or best is None or plan.way.exact >= best.way.exact else None
+
+        for kind, best in self.best.items():  # the same update in smaller micro-batches is quicker than streaming
+            if divisors and (best is None or best.mode == "streamed") and smaller(kind, divisors[-1]) is not None:
+                found = next(plan for count in divisors if (plan := smaller(kind, count)) is not None)
+                self.best[kind] = found
+                self.plans.append(found)
 
     def written(self) -> WayPlan | None:
         """The plan for `--output`."""
         fitting = [plan for plan in self.best.values() if plan is not None]
         return next((plan for plan in fitting if plan.mode != "streamed"), next(iter(fitting), None))
+
+    def _size(self, plan: WayPlan) -> int:
+        """Rows of a micro-batch."""
+        return plan.setup.batch_size // (2 if self.args.task == "dpo" else 1)
+
+    def title(self, plan: WayPlan) -> str:
+        """The way of a plan, and its micro-batches where they are smaller than asked for."""
+        size = self._size(plan)
+        return plan.title + f", {size} x {self.args.batch_size // size}" * (size < self.args.batch_size)
 
     def as_json(self) -> str:
         """All plans, and the recommended ones, as JSON."""
@@ -128,6 +155,7 @@ class _Report:
         names += " host_shortfall options recomputed_layers kept_graphs"
         plans = [
             {name: getattr(plan.way, name) for name in ("title", "kind", "exact")}
+            | {"batch_size": self._size(plan)}
             | {name: getattr(plan, name) for name in names.split()}
             for plan in self.plans
         ]
@@ -167,7 +195,7 @@ class _Report:
             mark, exact = ">" if plan in self.best.values() else " ", "" if plan.way.exact else " *"
             device, host, short = plan.peak_device_bytes, plan.peak_host_bytes, plan.device_shortfall
             fits = f"-{(short or plan.host_shortfall) / GIB:.2f}{'' if short else ' host'}" if plan.shortfall else "yes"
-            row = f"{mark}{device / GIB:8.2f}{host / GIB:8.2f}  {fits:<12}{plan.title}{exact}"
+            row = f"{mark}{device / GIB:8.2f} {host / GIB:7.2f}  {fits:<12}{self.title(plan)}{exact}"
             lines += textwrap.wrap(row, terminal_width(), subsequent_indent=" " * 31, break_on_hyphens=False)
         return "\n".join(lines) + "\n"
 
@@ -179,12 +207,15 @@ class _Report:
             "assumed; or what is missing. *: not exact AdamW: rounded states, or a rounded base. Attention is fused, "
             "and batches are not padded."
         )
+        text += " Half of the tokens stand for images, which the encoder computes." * self.sees
         text += " What generation holds is not counted." * (self.args.task == "grpo")
         text += ' Plans with adapters need peft: pip install "hf-hybrid[peft]"' * (not self.with_peft)
         return textwrap.fill(text, terminal_width()) + "\n"
 
     def _recommended(self) -> str:
-        lines = [f"Best of each kind for `hf-hybrid {self.args.task}`:"]
+        config = "HybridConfig" if self.args.task == "train" else f"Hybrid{self.args.task.upper()}Config"
+        begin = config if self.sees else f"hf-hybrid {self.args.task}"  # commands train on text alone
+        lines = [f"Best of each kind for `{begin}`:"]
         for kind, plan in self.best.items():
             if plan is None:
                 least = min((plan for plan in self.plans if plan.way.kind == kind), key=lambda plan: plan.shortfall)
@@ -193,15 +224,19 @@ class _Report:
                 lines.append(f"{kind}: does not fit, short by {short}")
                 continue
             exact = "" if plan.way.exact else " *"
-            lines += textwrap.wrap(f"{plan.title}, {plan.peak_device_bytes / GIB:.2f} GiB{exact}", terminal_width())
+            lines += textwrap.wrap(
+                f"{self.title(plan)}, {plan.peak_device_bytes / GIB:.2f} GiB{exact}", terminal_width()
+            )
             options = {name: value for name, value in self._options(plan).items() if DEFAULTS.get(name) != value}
-            words = [f"hf-hybrid {self.args.task}", *(f"--{name} {_word(value)}" for name, value in options.items())]
-            text = " ".join(word.replace(" ", "\0") for word in [*words, DATA[self.args.task]])  # no break within
+            words = [begin, *(f"--{name} {_word(value)}" for name, value in options.items()), DATA[self.args.task]]
+            if self.sees:
+                words = [f"{name}={value!r}," for name, value in options.items() if name not in OF_COMMANDS]
+            text = " ".join(word.replace(" ", "\0") for word in words)  # no break within
             how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * 4}
             command = textwrap.wrap(text, terminal_width() - 2, initial_indent="  ", **how)
-            lines.append(" \\\n".join(command).replace("\0", " "))
+            lines.append((" \\\n" if not self.sees else "\n").join(command).replace("\0", " "))
         if not any(self.best.values()):
-            lines.append("Nothing fits. Lower --batch_size or --sequence_length.")
+            lines.append("Nothing fits, in micro-batches of one sequence neither. Lower --sequence_length.")
         return "\n".join(lines) + "\n"
 
     def _options(self, plan: WayPlan) -> dict[str, Any]:
@@ -216,7 +251,7 @@ class _Report:
         if args.qat != "none":
             values["qat"] = args.qat
         values |= {"output_dir": "out", **plan.options}
-        values["per_device_train_batch_size"] = args.batch_size
+        values["per_device_train_batch_size"] = self._size(plan)
         # Leaps alone are left out: `enable_predict=False` would leave out shared rows and the rule for rates too.
         del values["enable_predict"]
         if plan.way.kind == "full" and task in ("train", "sft") and not args.enable_predict:
@@ -236,7 +271,7 @@ class _Report:
 
         device, host = best.peak_device_bytes / GIB, best.peak_host_bytes / GIB
         head = (
-            f"# {best.title}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, estimated by "
+            f"# {self.title(best)}: {device:.2f} GiB on the device, {host:.2f} GiB on the host, estimated by "
             "`hf-hybrid plan`\n"
             f"# hf-hybrid {self.args.task} --config {self.args.output} {DATA[self.args.task]}\n"
         )

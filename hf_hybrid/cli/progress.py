@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_hybrid.cli.console import is_number, outcome, plural, print_line, print_time, terminal_width, write_error
+from hf_hybrid.files import write_note
 from hf_hybrid.machine import copies_beside, wait_for
 from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
 from hf_hybrid.trl.rewards import text_of
@@ -63,15 +64,19 @@ class Progress(TrainerCallback):
     Writes the lines and, on a terminal, the bar, in place of Trainer's own. With `log_completions` each line is
     followed by a completion. After Ctrl-C (`interrupted`) it ends the run at the next step.
 
+    It writes the `notes` of the run, by name, when the training begins: a run that is refused writes nothing.
+
     Of the options that were left out (`defaulted`), `logging_steps` follows from the length of the run, and then the
     first step has a line as well. The time that is left follows from the steps after the first, which takes longer, and
     a line behind the third step says how long the run takes.
     """
 
-    def __init__(self, trainer: Any, interrupted: threading.Event, *, defaulted: frozenset[str]):
+    def __init__(
+        self, trainer: Any, interrupted: threading.Event, *, defaulted: frozenset[str], notes: dict[str, dict[str, Any]]
+    ):
         for kind in (HybridProgressCallback, ProgressCallback, PrinterCallback):
             trainer.remove_callback(kind)
-        self.trainer, self.interrupted, self.defaulted = trainer, interrupted, defaulted
+        self.trainer, self.interrupted, self.defaulted, self.notes = trainer, interrupted, defaulted, notes
         self.bar: PositionBar | None = None
         self.begun = False  # whether a training has
         self.stepped = False  # whether a step has begun
@@ -81,6 +86,11 @@ class Progress(TrainerCallback):
         if "logging_steps" in self.defaulted:
             args.logging_steps = state.logging_steps = logging_steps(state.max_steps)
             args.logging_first_step |= "logging_first_step" in self.defaulted
+        if args.should_save:
+            for name, values in self.notes.items():
+                write_note(self.trainer.run_folder / name, values)
+        if state.global_step > 0:
+            print_line(f"This run continues from step {state.global_step:,} of {state.max_steps:,}.")
         self.begun, self.logged = True, time.monotonic()
         self.first_step, self.tokens = state.global_step, 0
         self.second = 0.0  # when the second step began

@@ -1,5 +1,5 @@
 """
-From a command (`hf-hybrid train | sft | dpo | grpo`) to a trained model, in the order of events.
+From a command (`hf-hybrid train | sft | dpo | ...`) to a trained model, in the order of events.
 
 1. [`run`] reads the words and the YAML file, and sets the environment variables under `env`.
 2. [`check_early`] refuses what can be seen to be wrong before torch is imported, which takes seconds. Then comes the
@@ -19,6 +19,8 @@ from __future__ import annotations
 import copy
 import errno
 import importlib.util
+import itertools
+import json
 import logging
 import os
 import signal
@@ -28,11 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli import console, loading, tokens
-from hf_hybrid.cli.data import NOTE_NAME, Reader, check_parts, check_paths, new_names
+from hf_hybrid.cli.data import NOTE_NAME, Reader, check_parts, check_paths, command_of, new_names
 from hf_hybrid.cli.launch import launch
 from hf_hybrid.cli.options import (
     DPO,
     GRPO,
+    KTO,
+    REWARD,
     SFT,
     TRAIN,
     TRAINING,
@@ -46,6 +50,7 @@ from hf_hybrid.cli.options import (
     required,
 )
 from hf_hybrid.files import is_disk_full, write_note
+from hf_hybrid.records.readings import as_dict
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.trl import rewards
 
@@ -53,8 +58,37 @@ logger = logging.getLogger(__name__)
 
 TRACKERS = frozenset({"wandb", "trackio", "mlflow", "comet_ml", "swanlab", "clearml", "dvclive"})
 """What `--report_to` takes that is a package of the same name."""
+COMMAND_NOTE = "_hybrid_command.json"
+"""In `output_dir`: what tells the run from others, see [`check_folder`]. Files with a leading `_` are not pushed."""
 TRY_AGAIN = 75
 """Exit status that asks for the same command once more (EX_TEMPFAIL of BSD's sysexits.h)."""
+
+
+DATA_HELP = """\
+usage: hf-hybrid data FILE ... --model NAME [--show_rows 2] ...
+
+Show rows as the model sees them (what is learned stands behind `>`), what is cut and what nobody reads, and what
+training on them would save. It is `--dry_run true` of the command that takes the files, with whose options:
+`hf-hybrid sft --help`.
+"""
+
+
+def see(arguments: Sequence[str]) -> int:
+    """Run `hf-hybrid data`. Returns the exit status, as [`run`]."""
+    files = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
+    if not files:
+        console.write_out(DATA_HELP)
+        return 0
+    words = ["--dataset", *files, *arguments[len(files) :], "--dry_run", "true"]
+    try:
+        with console.quiet_imports():
+            name = command_of(files[0], CommandLine(words, SFT).early("columns", "dataset_split", "dataset_config"))
+    except OptionError as error:
+        return complain(error, "hf-hybrid data")
+    if name == "grpo" and "--reward" not in words:
+        words += ["--reward", "format", "--reward_pattern", ".*"]  # any will do
+    with tempfile.TemporaryDirectory() as folder:
+        return run(name, ["--show_rows", "2", "--num_processes", "1", "--output_dir", folder, *words])
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -64,6 +98,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     shall go on; 130 after Ctrl-C; 143 if the job was asked to end before its last step; else the exit status of the
     process that failed.
     """
+    if name == "data":
+        return see(arguments)
     command = TRAINING[name]
     if {"--help_all", "--help-all"} & set(arguments) or "--help all" in " ".join(arguments):
         with console.quiet_imports():
@@ -130,11 +166,46 @@ def check_early(line: CommandLine) -> None:
     check_parts(early["dataset"], dataset_split=early["dataset_split"], dataset_config=early["dataset_config"])
     check_parts(early["eval_dataset"] or early["dataset"], eval_split=early["eval_split"])
     new_names(early["columns"])
+    check_folder(line)
     for tracker in TRACKERS.intersection(early["report_to"]):
         if importlib.util.find_spec(tracker) is None:
             raise OptionError(
                 f"`--report_to {tracker}`: {tracker} is not installed. `pip install {tracker}`, or leave it out."
             )
+
+
+def check_folder(line: CommandLine) -> None:
+    """Refuse a folder that has another run, unless the options say what to do with that. The same run goes on."""
+    folder = Path(next(iter(line.early("output_dir")["output_dir"]), "trainer_output"))  # as transformers calls it
+    states = [path for path in folder.glob("checkpoint-*/trainer_state.json")]
+    begins, own = line.early("resume_from_checkpoint")["resume_from_checkpoint"], line.note()
+    is_dry = own["options"].pop("dry_run", ["false"]) != ["false"]
+    if begins or is_dry or not (states or (folder / "trainer_state.json").is_file()):
+        return
+    try:
+        noted = as_dict(json.loads((folder / COMMAND_NOTE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        noted = {}
+    if noted == own:
+        return
+    old, new = as_dict(noted.get("options")), own["options"]
+    others = [
+        f"`{name}` was {_words(old.get(name))} and is {_words(new.get(name))}"
+        for name in dict.fromkeys((*new, *old))
+        if old.get(name) != new.get(name)
+    ]
+    if noted.get("command") != own["command"]:
+        others = [f"`hf-hybrid {noted['command']}` began it" if noted else "nothing says how it began"]
+    more = f", and {len(others) - 3} more" * (len(others) > 3)
+    raise OptionError(
+        f"`--output_dir {folder}` holds another run: {', '.join(others[:3])}{more}. Set another `--output_dir`. Or "
+        "begin anew here by `--resume_from_checkpoint false`, which moves that run aside, or go on with it by "
+        "`--resume_from_checkpoint true`."
+    )
+
+
+def _words(words: list[str] | None) -> str:
+    return "not given" if words is None else f"`{' '.join(words):.60}`"
 
 
 def train(line: CommandLine) -> int:
@@ -148,15 +219,16 @@ def train(line: CommandLine) -> int:
     program, trainer, progress = line.command.program, None, None
     try:
         options = line.options()
-        trainer = make_trainer(options)
-        console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted)
+        trainer, reader = make_trainer(options)
+        console.print_trainer(trainer, by_rule="learning_rate" in options.defaulted, saves=not options.data.dry_run)
         if options.data.dry_run:
             return 0
         with interrupts(alone=trainer.args.world_size == 1) as interrupted:
-            progress = Progress(trainer, interrupted, defaulted=options.defaulted)
+            notes = {NOTE_NAME: reader.to_dict(), COMMAND_NOTE: line.note(), **_config_note(trainer)}
+            progress = Progress(trainer, interrupted, defaulted=options.defaulted, notes=notes)
             trainer.add_callback(progress)
-            # `true` resumes from the last checkpoint, `false` from none.
-            words = {None: None, "": None, "none": None, "false": None, "true": True}
+            # `true` resumes from the last checkpoint, `false` from none. The same run goes on: see [`check_folder`].
+            words = {None: "auto", "": None, "none": None, "false": None, "true": True}
             resume = trainer.args.resume_from_checkpoint
             result = trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
         if not trainer.has_phases and trainer.args.should_save:  # else the trainer wrote it
@@ -187,15 +259,19 @@ def train(line: CommandLine) -> int:
         console.print_interruption(trainer)
         _end_together(trainer)
         return 128 + signal.SIGTERM
-    finish(trainer, result.metrics, options, evaluated=_evaluated_last(trainer) if progress.stepped else {})
+    evaluated = _evaluated_last(trainer) if progress.stepped else {}
+    finish(trainer, result.metrics if progress.stepped else {}, options, evaluated)
     return 0
 
 
 # Before training.
 
 
-def make_trainer(options: Options) -> Any:
-    """Return the trainer of a command. Of several processes the first downloads and tokenises for all."""
+def make_trainer(options: Options) -> tuple[Any, Reader]:
+    """
+    Return the trainer of a command, and what has read its data. Of several processes the first downloads and tokenises
+    for all.
+    """
     from transformers import EarlyStoppingCallback, default_data_collator, set_seed
 
     command, args = options.command, options.config
@@ -205,6 +281,8 @@ def make_trainer(options: Options) -> Any:
     with args.main_process_first(desc="merging adapters"):
         adapter = loading.take_adapter(options)
     adapters = loading.adapters_config(options.adapters) if adapter is None else None
+    if command is REWARD and adapters is not None:
+        adapters.task_type = "SEQ_CLS"
     with args.main_process_first(desc="loading the tokenizer"):
         config = loading.read_config(options.model, options.trust_remote_code)
         tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
@@ -241,7 +319,7 @@ def make_trainer(options: Options) -> Any:
         model = model if adapters is None else loading.add_adapters(model, adapters, options.adapters)
     else:
         args.model_init_kwargs = None  # done
-    if command is DPO and adapters is None and adapter is None and not args.precompute_ref_log_probs:
+    if command in (DPO, KTO) and adapters is None and adapter is None and not args.precompute_ref_log_probs:
         more["ref_model"] = copy.deepcopy(model)  # TRL would load the model again by its name
     trainer = imported(command.trainer)(
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
@@ -255,16 +333,21 @@ def make_trainer(options: Options) -> Any:
         trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
     if command is DPO:
         tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
-    if args.should_save and not options.data.dry_run:
-        from hf_hybrid.config import CONFIG_NAME, config_values
+    shown = trainer.train_dataset if command in (DPO, KTO, REWARD) else train_set
+    tokens.show_rows(shown, options.data.show_rows, tokenizer, reader, console.print_fact)
+    return trainer, reader
 
-        write_note(Path(args.output_dir) / NOTE_NAME, reader.to_dict())
-        if not trainer.has_phases:  # else it is written when training begins
-            values = config_values(args)
-            if "steps_per_generation" in values:
-                values.pop("generation_batch_size", None)  # TRL sets both, and takes one of them
-            write_note(Path(args.output_dir) / CONFIG_NAME, shareable(values))
-    return trainer
+
+def _config_note(trainer: Any) -> dict[str, Any]:
+    """Return the options as a note by its name, unless the trainer writes them itself."""
+    from hf_hybrid.config import CONFIG_NAME, config_values
+
+    if trainer.has_phases:
+        return {}
+    values = config_values(trainer.args)
+    if "steps_per_generation" in values:
+        values.pop("generation_batch_size", None)  # TRL sets both, and takes one of them
+    return {CONFIG_NAME: shareable(values)}
 
 
 def check_options(options: Options) -> None:
@@ -307,24 +390,23 @@ def check_push(args: Any) -> None:
     """Refuse a push that the Hub will not take, before the work: make the repository, as Trainer would do later."""
     if not args.push_to_hub or args.process_index > 0:
         return
-    from huggingface_hub import create_repo
-
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    remedy = "Connect to the network and log in (`hf auth login`), or push later:"
-    with loading.refusing(
-        f"`--push_to_hub true`: `{name}` cannot be made on the Hub", f"{remedy} `hf upload {name} {args.output_dir}`."
-    ):
-        create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+    how = {"token": args.hub_token, "private": args.hub_private_repo}
+    loading.make_repository(name, "--push_to_hub true", args.output_dir, how)
 
 
 # After training.
 
 
 def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: dict[str, Any]) -> None:
-    """Save the model, evaluate it unless that is `evaluated`, write its card, and push what was asked for."""
+    """
+    Save the model, evaluate it unless that is `evaluated`, write its card, and push what was asked for. `trained` has
+    the metrics of the training, and nothing where no step was left: what the run has written of them stays.
+    """
     try:
-        trainer.save_metrics("train", trained)
-        trainer.save_state()
+        if trained:
+            trainer.save_metrics("train", trained)
+            trainer.save_state()
         trainer.save_model()
         if trainer.eval_dataset is not None:
             evaluated = evaluated or trainer.evaluate()
@@ -344,7 +426,7 @@ def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: d
         raise OSError(
             errno.ENOSPC,
             f"The disk is full, or a limit on it is reached: the run is trained, and `{trainer.args.output_dir}` "
-            f"could not be written ({error}). Free space, then end the run with `--resume_from_checkpoint true`.",
+            f"could not be written ({error}). Free space, then end the run with the same command.",
         ) from error
     console.print_end(trainer, trained, evaluated)
     _end_together(trainer)

@@ -23,6 +23,8 @@ where a letter has several tokens.)
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import itertools
 import json
 import logging
@@ -38,6 +40,8 @@ from hf_hybrid.compat import trl_error
 logger = logging.getLogger(__name__)
 
 
+SHOWN_LINES = 12
+"""Lines of a row that are shown at its beginning, and at its end."""
 Piece = tuple[list[int], list[bool]]
 """The tokens of a row, and which of them are learned."""
 
@@ -57,6 +61,8 @@ class Answers:
     def learned(self, source: Any) -> str:
         """Return what of the rows is learned, in words."""
         columns = source.columns
+        if "input_ids" in columns:
+            return "the tokens that `labels` marks"
         if "messages" in columns:
             return f"assistant turns, found by {self.way}" if self.answers_only else "whole conversations"
         if "text" in columns:
@@ -68,7 +74,8 @@ class Answers:
         from hf_hybrid.rows.tree import IGNORED  # imports torch
 
         columns, where = source.columns, source.where  # what is mapped is pickled, and shall not hold the rows
-        encode = self.chat if "messages" in columns else self._text if "text" in columns else self._completion
+        ways = {"messages": self.chat, "text": self._text, "input_ids": self._given}
+        encode = next((way for column, way in ways.items() if column in columns), self._completion)
 
         def of_batch(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
             pieces = list(_encoded(encode, batch, numbers, where))
@@ -106,6 +113,14 @@ class Answers:
         ids = self.tokenizer(text=self._ended(row["text"]))["input_ids"]
         return [(ids, [True] * len(ids))]
 
+    def _given(self, row: dict[str, Any]) -> list[Piece]:
+        if (most := max(row["input_ids"], default=0)) >= len(self.tokenizer):
+            raise OptionError(
+                f"`input_ids` has the token {most:,}, and the tokenizer has {len(self.tokenizer):,} tokens. Set "
+                "`--tokenizer` to the one that made them."
+            )
+        return [(row["input_ids"], [label >= 0 for label in row["labels"]])]
+
     def _ended(self, text: str) -> str:
         end = self.tokenizer.eos_token or ""
         return text if text.endswith(end) else text + end
@@ -132,8 +147,9 @@ class Answers:
             return [(ids, [True] * len(ids))]
         text, spans = self._render(messages, row), []
         answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        # `weight: 0` and `train: false` switch learning off.
+        # `weight: 0` and `train: false` switch learning off. A call that the template hides is no empty answer.
         learned = [place for place in answers if all(messages[place].get(switch, 1) for switch in SWITCHES)]
+        learned = [place for place in learned if not self.hides_call(messages[: place + 1], row)]
         if self.way != "rendering" and learned == answers:
             return [self._marked(text, self._marks(messages, row))]
         for place in learned:
@@ -166,13 +182,31 @@ class Answers:
         ]
 
     def _render(self, messages: list[dict], row: dict[str, Any], *, start: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=start, chat_template=self.template,
-            **template_arguments(row),
-        )  # fmt: skip
+        options = {"add_generation_prompt": start, "chat_template": self.template, **template_arguments(row)}
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except TypeError:  # some templates take the arguments of a call as text
+            calls = [_with_text_arguments(message) for message in messages]
+            return self.tokenizer.apply_chat_template(calls, tokenize=False, **options)
+
+    def hides(self, key: str, messages: list[dict], row: dict[str, Any]) -> bool:
+        """Whether the template renders a conversation as it does without a key of its messages or its row."""
+        bare = [{name: value for name, value in message.items() if name != key} for message in messages]
+        return self._render(messages, row) == self._render(bare, {**row, key: None})
+
+    def hides_call(self, messages: list[dict], row: dict[str, Any]) -> bool:
+        """Whether the last of the messages is nothing but calls of tools, which the template does not show."""
+        last = messages[-1]
+        return bool(last.get("tool_calls")) and not last["content"] and self.hides("tool_calls", messages, row)
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [{"function": {**f, "arguments": json.dumps(f.get("arguments"))}} for f in functions]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _way(tokenizer: Any) -> tuple[str, str | None]:
@@ -238,6 +272,65 @@ Report = Callable[[str, str], None]
 
 def silent(name: str, text: str) -> None:
     """Tell nobody."""
+
+
+def report_hidden(source: Any, answers: Answers, report: Report) -> None:
+    """Say what messages and rows have that the chat template does not show. Refuse answers that are nothing else."""
+    known = {"role", "content", "tool_call_id", "messages", "prompt", "completion", "chosen", "rejected", *SWITCHES}
+    kinds = str(source.rows.features or "Json")  # of a stream
+    if "Json" not in kinds and known.issuperset(re.findall(r"'(\w+)':", kinds)):
+        return
+    found, shown, lost = collections.Counter(), set(), 0
+    for number, row in enumerate(source.rows if hasattr(source.rows, "__len__") else source.rows.take(64), 1):
+        sides = {name: messages_of(row, name) for name in known & row.keys() if isinstance(row[name], list)}
+        prompt = sides.pop("prompt", [])
+        chats = {name: [*prompt, *messages] for name, messages in sides.items()} or {"prompt": prompt}
+        chat = next(iter(chats.values()))
+        keys = {key for message in chat for key, value in message.items() if value} - known
+        keys |= {"tools"} if template_arguments(row)["tools"] else set()
+        found.update(keys)
+        with contextlib.suppress(Exception):  # tokenising says what the template refuses, and in which row
+            shown |= {key for key in keys - shown if found[key] <= 8 and not answers.hides(key, chat, row)}
+            if "messages" not in chats and any(answers.hides_call(chat, row) for chat in chats.values()):
+                lost = lost or number
+    if lost:
+        raise OptionError(
+            f"{source.where}, row {lost}: the answer is a call of a tool, which the chat template does not show. "
+            "Choose the tokenizer of a model that calls tools (`--tokenizer`), or remove such rows."
+        )
+    if hidden := sorted(found.keys() - shown):
+        said = ", ".join(f"`{key}` ({found[key]:,} rows)" for key in hidden)
+        calls = "; turns that are nothing but calls are not learned" * ("tool_calls" in hidden and "messages" in chats)
+        report("not shown", f"{said}: the chat template has no place for them{calls}")
+
+
+def show_rows(rows: Any, count: int, tokenizer: Any, reader: Any, report: Report) -> None:
+    """Tell the first rows as the model sees them, cut as it gets them: lines behind `>` are learned."""
+    answers, length = Answers(tokenizer, False, False), reader.max_length
+    for number, row in enumerate(itertools.islice(rows, count), 1):
+        asked, names = row.get("prompt_ids", []), ("chosen", "rejected", "completion")
+        sides = {name: row[f"{name}_ids"] for name in names if f"{name}_ids" in row}
+        pieces = {name: (asked + ids, [False] * len(asked) + [True] * len(ids)) for name, ids in sides.items()}
+        if "input_ids" in row:
+            pieces = {"": (row["input_ids"], [label >= 0 for label in row["labels"]])}
+        elif not pieces:
+            pieces = {"": (answers.prompt(row), itertools.repeat(False))}
+        for side, piece in pieces.items():
+            whole = list(zip(*piece, strict=False))
+            kept = whole[-length:] if length and reader.keep_end else whole[:length]
+            cut = f", cut from {len(whole):,}" if len(kept) < len(whole) else ""
+            learned = sum(learn for _, learn in kept)
+            report(f"row {number}", f"{side}{': ' * bool(side)}{len(kept):,} tokens{cut}, {learned:,} learned")
+            lines = [
+                ("|>"[learn], line)
+                for learn, part in itertools.groupby(kept, key=lambda pair: pair[1])
+                for line in tokenizer.decode([token for token, _ in part]).removesuffix("\n").split("\n")
+            ]
+            if len(lines) > 2 * SHOWN_LINES:
+                left = (":", f"({len(lines) - 2 * SHOWN_LINES:,} more lines)")
+                lines = [*lines[:SHOWN_LINES], left, *lines[-SHOWN_LINES:]]
+            for mark, line in lines:
+                report(mark, line)
 
 
 def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report, config: Any = None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -29,6 +30,7 @@ from safetensors import SafetensorError
 from hf_hybrid.export import measure
 from hf_hybrid.export.bitnet import NOT_TRAINED, trains_bitnet
 from hf_hybrid.export.formats import FORMATS, GGUF_NAME, MERGED, ExportError, check_format, device, load, write
+from hf_hybrid.export.modelfile import MODELFILE_NAME
 from hf_hybrid.export.rounding import HALVES
 from hf_hybrid.export.source import check_source, plain_folder, read_config, read_tokenizer
 from hf_hybrid.files import is_disk_full, write_json, write_text
@@ -121,7 +123,8 @@ def export(
 
     with _workshop(output) as work:
         plain, exported = plain_folder(source, work, as_trained=format == MERGED), work / "model"
-        kept = write(format, plain, exported, tokenizer, own, weights, max_shard_size)
+        title = output.name.removesuffix(f"-{format}")
+        kept = write(format, plain, exported, tokenizer, own, weights, max_shard_size, title)
         if kept:
             said = f"`format={format}` quantises linear layers. Weights of experts that lie in one tensor stay in "
             said += f"{result['dtype']}: {kept:.0%} of the model."
@@ -266,17 +269,22 @@ def _section(result: Mapping[str, Any], tokenizer: Any) -> str:
     return "\n\n".join(filter(None, paragraphs)) + "\n"
 
 
+def serving(folder: str, name: str) -> list[str]:
+    """Return the commands that serve a GGUF file in a folder under a name: llama.cpp's and Ollama's."""
+    tag = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
+    model, modelfile = (shlex.quote(os.path.join(folder, file)) for file in (GGUF_NAME, MODELFILE_NAME))
+    return [f"llama-server -m {model}", f"ollama create {tag} -f {modelfile} && ollama run {tag}"]
+
+
 def _serving(name: str, format: str, tokenizer: Any) -> str:
     """How servers load an export, and what of it was tried; empty for formats that none of them is known to load."""
     if tokenizer is None:
         return ""
     if FORMATS[format].package == "gguf":
-        tag = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
         chats = ", with the chat template that is in it" if getattr(tokenizer, "chat_template", None) else ""
         said = f"llama.cpp and Ollama take `{GGUF_NAME}`{chats}. Files of this format were run in llama.cpp itself "
         said += "when `hf_hybrid` was tested (node-llama-cpp). This file, these lines and Ollama were not tried."
-        commands = f"llama-server -m {GGUF_NAME}\n"
-        commands += f'echo "FROM ./{GGUF_NAME}" > Modelfile && ollama create {tag} -f Modelfile && ollama run {tag}'
+        commands = "\n".join(serving("", name))
     elif format == MERGED:
         said = "vLLM takes this folder, if it knows the architecture. This line was not tried."
         commands = "vllm serve path/to/this/folder"

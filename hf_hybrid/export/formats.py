@@ -116,10 +116,17 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
 
 
 def write(
-    name: str, plain: Path, folder: Path, tokenizer: Any, own: torch.dtype, dtype: torch.dtype, max_shard_size: str
+    name: str,
+    plain: Path,
+    folder: Path,
+    tokenizer: Any,
+    own: torch.dtype,
+    dtype: torch.dtype,
+    max_shard_size: str,
+    title: str,
 ) -> float:
     """
-    Write a checked format of a plain model into a new folder, with tokenizer and generation config.
+    Write a checked format of a plain model into a new folder, with tokenizer and generation config, under a `title`.
 
     `own` is the dtype of the weights in `plain`, `dtype` that of those that are not quantised. Return the share of the
     weights that a low-bit format leaves in `dtype` because experts have them in one tensor, which is no linear layer.
@@ -157,7 +164,7 @@ def write(
     if name == "bitnet":
         bitnet.write_packed(bitnet.to_bitnet(model), folder, max_shard_size)
         return _share_in_stacks(model)
-    gguf.write(model, tokenizer, folder / GGUF_NAME, name.removeprefix("gguf-"))
+    gguf.write(model, tokenizer, folder / GGUF_NAME, name.removeprefix("gguf-"), title)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     return 0.0

@@ -30,7 +30,9 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_hybrid.export.modelfile import MODELFILE_NAME, modelfile
 from hf_hybrid.export.rounding import round_
+from hf_hybrid.files import write_text
 
 KINDS = {
     "f16": "16 bits, rounded stochastically, for llama.cpp's own quantiser (gguf)",
@@ -99,13 +101,17 @@ def _words(tokenizer: Any) -> str | None:
     return None
 
 
-def write(model: PreTrainedModel, tokenizer: Any, path: Path, kind: str) -> None:
-    """Write a model and its tokenizer, which is saved in the folder of `path`, as a GGUF file of a kind of `KINDS`."""
+def write(model: PreTrainedModel, tokenizer: Any, path: Path, kind: str, title: str) -> None:
+    """
+    Write a model and its tokenizer, which is saved in the folder of `path`, as a GGUF file of a kind of `KINDS`, and a
+    Modelfile beside it. Servers show the `title`.
+    """
     import gguf
 
     config = model.config
     names = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     writer = gguf.GGUFWriter(path, config.model_type)
+    writer.add_name(title)
     _add_facts(writer, config, gguf.LlamaFileType["MOSTLY_" + _most(kind)], gguf.GGML_QUANT_VERSION)
     _add_tokenizer(writer, tokenizer, path.parent, config)
     tensor_names = gguf.get_tensor_name_map(names[config.model_type], config.num_hidden_layers)
@@ -127,6 +133,7 @@ def write(model: PreTrainedModel, tokenizer: Any, path: Path, kind: str) -> None
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    write_text(path.with_name(MODELFILE_NAME), modelfile(tokenizer, path.name))
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ def _hint(folder: Path) -> str:
     if last is None:
         return "Train again, or save the model with `trainer.save_model()`."
     return (
-        f"If the run was interrupted, finish it with `--resume_from_checkpoint true`, or export its last checkpoint: "
+        "If the run was interrupted, finish it with the same command, or export its last checkpoint: "
         f"`hf-hybrid export {last}`."
     )
 

@@ -107,6 +107,8 @@ def card_facts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     seconds = None if finished is None or not known else logged or finished
     secrets, hybrid, probes = [args.hub_token], hybrid_values(trainer.hybrid_args), trainer.probe_dataset
     settings = {name: clean(value, secrets) for name, value in shareable(settings_of(args)).items()}
+    if model["adapter"] and (scale := summary.get("learning_rate_scale", 1.0)) != 1.0:  # one rule for the whole run
+        settings["learning_rate"] = clean(float(f"{args.learning_rate * scale:.3g}"), secrets)
     summary["failed_savings"] = [clean(why, secrets) for why in summary["failed_savings"]]
     method = dict.fromkeys(("title", "id", "citation")) | getattr(trainer, "_paper", {})  # of TRL's trainers
     name = arguments["model_name"] or Path(str(args.output_dir)).absolute().name or model["base"] or model["class_name"]
@@ -217,7 +219,7 @@ def settings_of(args) -> dict[str, Any]:
     settings |= {"optim": optimizer_name(args), "lr_scheduler_type": args.lr_scheduler_type.value}
     settings["sequences per step"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     changed = config_values(args, written_defaults=False)
-    settings |= {name: value for name, value in changed.items() if not _SILENT.search(name)}
+    settings |= {name: value for name, value in changed.items() if value is not None and not _SILENT.search(name)}
     return {name: value for name, value in settings.items() if name != unused}
 
 

@@ -16,7 +16,8 @@ from hf_hybrid.machine import workspace_bytes
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plan.accounting import ModelShape
 from hf_hybrid.plan.estimate import Estimator, Plan
-from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config
+from hf_hybrid.plan.images import SomeImages, encoder_of
+from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config, takes_images
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import make_ternary, pack_base
 from hf_hybrid.plan.trace import Excerpt, Tracer
@@ -55,7 +56,9 @@ def plan_memory(
 
     Args:
         model: A Hub id, a folder, a config file, a config or a model; only its config is read.
-        sequence_length (`int`), batch_size (`int`): Tokens per sequence, padding included; sequences per micro-batch.
+        sequence_length (`int`), batch_size (`int`):
+            Tokens per sequence, padding included (of models that take images half of them are those of images);
+            sequences per micro-batch.
         dtype (`str`): `"mixed"`: fp32 weights (a frozen base: bf16) under bf16 autocast; `"float32"`, `"bfloat16"`.
         memory (`str`): `"off"`: resident; `"stream"`: layers on the host; `"auto"`: streamed if it does not fit.
         peft (`str` or `peft.PeftConfig`, *optional*): `"lora"`, `"qlora"` (base in nf4) or a config; all weights else.
@@ -138,16 +141,25 @@ class Planner:
         self._estimators: dict[tuple[str, str], Estimator] = {}
 
     def plans(
-        self, dtype: str = "mixed", kinds: Collection[str] = KINDS, *, own_loss: bool = False, can_stream: bool = True
+        self,
+        dtype: str = "mixed",
+        kinds: Collection[str] = KINDS,
+        *,
+        own_loss: bool = False,
+        can_stream: bool = True,
+        micro_batches: int = 1,
     ) -> list[WayPlan]:
         """
         All usual ways to train, the cheapest of each kind first; `dtype` as in [`plan_memory`].
 
-        `own_loss`: the trainer computes the loss in chunks by itself. `can_stream`: it takes streamed layers.
+        `own_loss`: the trainer computes the loss in chunks by itself. `can_stream`: it takes streamed layers. Each
+        micro-batch is divided into so many (`micro_batches`), so that the update stays.
         """
+        size, steps = self.setup.batch_size // micro_batches, self.setup.gradient_accumulation_steps * micro_batches
+        setup = replace(self.setup, batch_size=size, gradient_accumulation_steps=steps)
         can_chunk = self._estimator(loaded(dtype, "full")[0], "full").reason_not_chunked is None
         chunks = "never" if not can_chunk else "always" if own_loss else "maybe"
-        ways = usual_ways(dtype, self.setup, kinds, chunks=chunks, can_stream=can_stream)
+        ways = usual_ways(dtype, setup, kinds, chunks=chunks, can_stream=can_stream)
         plans = [self.plan(way) for way in ways]
         # Where "auto" recomputes all layers, the next plan says the same.
         fixed = (plan.setup.activation_checkpointing != "auto" for plan in plans)
@@ -177,7 +189,9 @@ class Planner:
             excerpt = replace(excerpt, model=model)
             # Leaps and counts are those of the weights that are packed.
             shape = self._estimator(weights, "LoRA").shape if kind == "QLoRA" else _shape(excerpt, full_model)
-            self._estimators[weights, kind] = Estimator(shape, Tracer(excerpt))
+            sees = takes_images(self.config)
+            images = SomeImages.assumed(encoder_of(full_model), self.setup.sequence_length) if sees else None
+            self._estimators[weights, kind] = Estimator(shape, Tracer(excerpt, images=images))
         return self._estimators[weights, kind]
 
 

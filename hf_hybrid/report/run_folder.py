@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_hybrid.records.log import CHECKPOINT, LOG_NAME, PROFILE, Log, load_log
 from hf_hybrid.records.readings import PHASES, Totals, as_dict, count_of, dicts_of, number, read_json, with_steps
-from hf_hybrid.saving.manifest import runs_of
+from hf_hybrid.saving.manifest import checkpoints_of
 
 Points = list[tuple[int, float]]
 """Values by step."""
@@ -185,11 +185,10 @@ def _nothing_to_report(folder: Path, started: bool, notes: list[str]) -> ValueEr
 
 def _farthest_checkpoint(folder: Path, notes: list[str]) -> tuple[str, dict]:
     """
-    The name and the `trainer_state.json` of the newest run's farthest checkpoint that is not half-written, or of the
-    folder.
+    The name and the `trainer_state.json` of the farthest checkpoint that is not half-written, or of the folder.
     """
     own = _read(folder / _STATE, notes)  # `Trainer.save_state` leaves the whole history in the output folder
-    for path in reversed(runs_of(folder)):
+    for path in reversed(checkpoints_of(folder)):
         state = _read(path / _STATE, notes)
         step = count_of(state.get("global_step"))
         if isinstance(state.get("log_history"), list) and step is not None:

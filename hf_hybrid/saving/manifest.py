@@ -16,8 +16,8 @@ the successor replaces the empty folder. So at any moment a whole checkpoint exi
 checkpoint that `save_total_limit` gives up is moved into `_hybrid_saving` by a rename, and is deleted there: the next
 save or start ends a deletion that was killed.
 
-A run. A folder may have the checkpoints of several trainings: a notebook trains anew, or a run goes on from an earlier
-step. So manifests number the runs, and a resume takes the last checkpoint of the newest run, whatever its step.
+A run. A folder has the checkpoints of one run. What an earlier run left is moved aside when another begins there
+([`move_aside`]), and so are later checkpoints when a run goes on from an earlier one.
 
 A check. Every file must be there with its size and checksum. A file that would be loaded by its name, and that the
 manifest does not list, is damage too. start.py says which checkpoint a training takes.
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -47,6 +48,8 @@ SAVING_NAME = "_hybrid_saving"
 """Folder beside checkpoints in which they are written and deleted. Uploads leave out what begins with `_`."""
 DELETED = "deleted-"
 """How the name of a checkpoint begins that is being deleted."""
+EARLIER = "_hybrid_earlier_"
+"""How the names of folders begin, in that of a run, with what earlier runs left there. A number follows."""
 TRAINER_STATE_NAME = "trainer_state.json"
 DELETABLE = "hybrid_state.json"
 """The file that a user may delete, as the refusal of another version's says: weights, optimizer, schedule go on."""
@@ -62,6 +65,12 @@ _LOADED = re.compile(
 """Paths in a checkpoint from which transformers, accelerate, peft, DeepSpeed or this package (in any version) loads."""
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
 """Files of weights, which a user may save again in other files, for example as shards."""
+_OF_RUN = re.compile(
+    r"checkpoint-\d+|hybrid_(log|config|summary)\.jsonl?|_hybrid_(data|command)\.json|trainer_state\.json"
+    r"|(all|train|eval)_results\.json|profile|completions"
+)
+"""What a run leaves in its folder beside the model: its checkpoints, and what it notes on itself."""
+_OF_MODEL = re.compile(rf"{_WEIGHTS.pattern}|training_args\.bin|adapter_config\.json")
 
 
 class CheckpointError(ValueError):
@@ -75,8 +84,6 @@ class Manifest:
     step: int
     in_step: bool
     files: dict[str, dict]
-    run: int = 0
-    """Counts the trainings whose checkpoints this folder had before."""
 
 
 # Saving.
@@ -109,7 +116,7 @@ def clean_up_failed_save(folder: Path, error: Exception, *, delete: bool = True)
         ) from error
 
 
-def commit(folder: Path, step: int, *, in_step: bool, run: int = 0) -> None:
+def commit(folder: Path, step: int, *, in_step: bool) -> None:
     """Flush a checkpoint, write its manifest, and give it its name. `in_step`: batches of the next step are fetched."""
     written = temporary(folder)
     (written / MANIFEST_NAME).unlink(missing_ok=True)  # of a trainer that copied another checkpoint into it
@@ -119,7 +126,7 @@ def commit(folder: Path, step: int, *, in_step: bool, run: int = 0) -> None:
         files = sizes_and_checksums(written, [path for path in paths if path.is_file()])
         for flush in flushes:
             flush.result()
-    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "run": run, "files": files}
+    values = {"schema_version": SCHEMA_VERSION, "step": step, "in_step": in_step, "files": files}
     _write_manifest(written, values)
     finish_interrupted_saves(folder.parent)
 
@@ -204,14 +211,13 @@ def rotate(output_dir: Path, limit: int | None, *, newest: Path, best: str | Non
     """
     Delete checkpoints until `limit` are left, as Trainer does, but by step and not by the clock.
 
-    The newest and the best (`best`) stay, whatever the limit. Those of later steps than the newest go first: the run
-    went on from an earlier one. Links, and what has no manifest, are neither counted nor deleted.
+    The newest and the best (`best`) stay, whatever the limit. Links, and what has no manifest, are neither counted nor
+    deleted.
     """
     if not limit or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
     own = [folder for folder in checkpoints_of(output_dir) if is_committed(folder) and not folder.is_symlink()]
-    own.sort(key=lambda folder: step_of(folder) < step_of(newest))  # stable: by step otherwise
     surplus = max(len(own) - max(limit, len(kept)), 0)
     for folder in [folder for folder in own if folder.resolve() not in kept][:surplus]:
         _give_up(folder)
@@ -231,6 +237,25 @@ def _give_up(folder: Path) -> None:
                 _delete(path)
         moved = folder
     _delete(moved)
+
+
+def left_in(output_dir: Path, *, with_model: bool = True) -> list[Path]:
+    """Return what a run left in a folder: the checkpoints, its notes, and `with_model` the model itself."""
+    kinds = (_OF_RUN, _OF_MODEL) if with_model else (_OF_RUN,)
+    return [path for path in sorted(output_dir.glob("*")) if any(kind.fullmatch(path.name) for kind in kinds)]
+
+
+def move_aside(paths: list[Path]) -> Path:
+    """Move what an earlier run left in a folder into a new folder beside it, and return that."""
+    output_dir = paths[0].parent
+    number = next(number for number in itertools.count(1) if not os.path.lexists(output_dir / f"{EARLIER}{number}"))
+    aside = own_folder(output_dir, f"{EARLIER}{number}")
+    for path in paths:
+        is_used = path.is_dir() and step_of(path) < 0  # the new run may have made it
+        shutil.move(path, aside)
+        if is_used:
+            own_folder(output_dir, path.name)
+    return aside
 
 
 def sizes_and_checksums(folder: Path, paths: list[Path]) -> dict[str, dict]:
@@ -286,7 +311,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` was written by another version of hf_hybrid")
     if digest != digest_of(values):
         raise CheckpointError(f"`{MANIFEST_NAME}` is damaged")
-    return Manifest(values["step"], values["in_step"], values["files"], values.get("run", 0))
+    return Manifest(values["step"], values["in_step"], values["files"])
 
 
 def is_committed(folder: str | Path) -> bool:
@@ -399,25 +424,8 @@ def read_json(path: Path) -> dict:
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
     """Return the last checkpoint of a folder whose save came to its end, for messages."""
-    committed = [folder for folder in runs_of(Path(output_dir)) if is_committed(folder)]
+    committed = [folder for folder in checkpoints_of(Path(output_dir)) if is_committed(folder)]
     return str(committed[-1]) if committed else None
-
-
-def runs_of(output_dir: Path) -> dict[Path, int]:
-    """
-    Return the run of each checkpoint in a folder: the newest run and its last checkpoint come last. A checkpoint that
-    does not say its run, because it is damaged or of another trainer, counts to the newest.
-    """
-    known = {}
-    for folder in checkpoints_of(output_dir):
-        try:
-            manifest = read_manifest(folder)
-        except (CheckpointError, OSError):
-            manifest = None
-        known[folder] = None if manifest is None else manifest.run
-    newest = max((run for run in known.values() if run is not None), default=0)
-    runs = {folder: newest if run is None else run for folder, run in known.items()}
-    return dict(sorted(runs.items(), key=lambda item: item[1]))  # stable: by step otherwise
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:

@@ -40,12 +40,9 @@ from hf_hybrid.saving.async_save import AsyncSaver, reason_not_async
 from hf_hybrid.saving.drift import compare_processes
 from hf_hybrid.saving.lock import FolderLock
 from hf_hybrid.saving.run_identity import Differences, check_identity, identity_of
-from hf_hybrid.saving.start import Start, check_no_other_run, find, restoring
+from hf_hybrid.saving.start import Start, find, make_room, restoring
 
 logger = logging.getLogger(__name__)
-
-_SAVED_IN: set[Path] = set()
-"""Folders in which trainings of this process save: a notebook may train anew in its own folder, as with `Trainer`."""
 
 
 @dataclass
@@ -86,8 +83,6 @@ class Saver:
         self._folder: Path | None = None
         """The checkpoint that is being written, as it will be called."""
         self._hides_checkpoints = False
-        self._run = self._from = 0
-        """The number of the run, among those that saved in its folder, and the step at which it starts."""
         self.in_step = InStep()
 
     # A training begins and ends.
@@ -118,38 +113,28 @@ class Saver:
                 logger.warning("%s", warning)
 
     def _find_start(self, resume: str | os.PathLike | bool | None) -> Start:
-        trainer, folder = self._trainer, Path(self._trainer.args.output_dir)
-        if trainer.trial is None:
-            self.lock.take(folder, saves=self.saves_checkpoints)
+        if self._trainer.trial is None:
+            self.lock.take(self._trainer.args.output_dir, saves=self.saves_checkpoints)
         elif not resume:  # the folder of a trial has no name yet
             return Start()
-        is_again = self.saves_checkpoints and folder.resolve() in _SAVED_IN and not resume
-        start = find(resume, folder, saves=self.saves_checkpoints and not is_again)
-        if is_again and (last := max(map(manifest.step_of, manifest.checkpoints_of(folder)), default=0)):
-            start.warnings.append(
-                f"`{folder}` holds checkpoints of an earlier training of this process, up to step {last:,}. This "
-                "training replaces each when it reaches its step. Those of later steps stay unless `save_total_limit` "
-                'deletes them. Once this training has saved, `resume_from_checkpoint="auto"` goes on with it.'
-            )
-        if self.saves_checkpoints:
-            _SAVED_IN.add(folder.resolve())
-        return start
+        return find(resume, self._trainer.args.output_dir)
 
     def make_room(self) -> None:
         """
-        Number the run, and delete surplus checkpoints if it goes on from the last one: a full disk gets room for the
-        next. A run that begins anew or goes on from an earlier checkpoint is another than those before.
+        Move aside what an earlier run left, which this one would overwrite. Delete surplus checkpoints of a run that
+        goes on: a full disk gets room for the next.
         """
         trainer, folder = self._trainer, self._trainer.run_folder
-        if trainer.trial is not None and self.start.folder is None and folder.resolve() not in _SAVED_IN:
-            check_no_other_run(folder)
-            _SAVED_IN.add(folder.resolve())  # a search may draw the values of a trial, and so its folder, twice
-        if self.saves_checkpoints:
-            runs, last, start = manifest.runs_of(folder), manifest.last_checkpoint(folder), self.resumed_from
-            goes_on = last is not None and start is not None and os.path.samefile(last, start)
-            self._run, self._from = max(runs.values(), default=-1) + (not goes_on), trainer.state.global_step
-            if goes_on and trainer.args.should_save:
-                self._rotate(Path(last))
+        trainer.accelerator.wait_for_everyone()
+        if not (self.saves_checkpoints and trainer.args.should_save):
+            return
+        start = None if self.resumed_from is None else Path(self.resumed_from)
+        read_from = getattr(trainer.accelerator.unwrap_model(trainer.model), "name_or_path", None) or ""
+        if said := make_room(folder, start, model_is_from_here=Path(read_from).absolute() == folder.absolute()):
+            self.start.warnings.append(said)
+            logger.warning("%s", said)
+        if start is not None and start.resolve().parent == folder.resolve():
+            self._rotate(start)
 
     def restore(self) -> None:
         """Restore the parts of the run, once they have begun, and say what has changed."""
@@ -233,7 +218,7 @@ class Saver:
 
             def commit() -> None:
                 self.lock.note(step)
-                manifest.commit(folder, step, in_step=in_step, run=self._run)
+                manifest.commit(folder, step, in_step=in_step)
                 manifest.rotate(folder.parent, trainer.args.save_total_limit, newest=folder, best=best)
 
             self.writer.finish(commit, functools.partial(manifest.saving, folder))
@@ -250,8 +235,6 @@ class Saver:
         current = self._trainer.state
         best = folder.parent / f"checkpoint-{current.best_global_step}"
         is_there = bool(current.best_global_step) and (best == folder or manifest.is_committed(best))
-        if is_there and best != folder and current.best_global_step > self._from:  # it may be another run's
-            is_there = manifest.runs_of(folder.parent)[best] == self._run
         if is_there and current.best_model_checkpoint != str(best):
             current.best_model_checkpoint = str(best)
             if self._trainer.args.should_save:

@@ -1,11 +1,10 @@
 """
 Where a training starts: anew, from the newest checkpoint of its folder, or from one that the user named.
 
-A folder has the checkpoints of one run. So a run that begins anew where another process has saved is refused. In one
-that has checkpoints of several (a notebook trained anew, a run went on from an earlier step), those of the newest run
-count. `resume_from_checkpoint=True` takes its last checkpoint that agrees with its manifest (manifest.py), and says why
-newer ones, and later steps of other runs, are passed over. `"auto"` does the same
-where a checkpoint was saved, and begins anew where none was. A checkpoint that is named is taken or refused.
+A folder has the checkpoints of one run. `resume_from_checkpoint=True` takes the last one that agrees with its manifest
+(manifest.py), and says why newer ones are passed over. `"auto"` does the same where a checkpoint was saved, and begins
+anew where none was. A checkpoint that is named is taken or refused. Where a run begins anew, what an earlier one left
+is moved aside ([`make_room`]), and so are later checkpoints than the one that a run goes on from.
 Checkpoints without a manifest (of another trainer) resume if no checkpoint beside them has one, or if they are named; a
 warning says that nothing could be checked. A run that was interrupted in its first save starts again, with a warning.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,11 +31,12 @@ from hf_hybrid.saving.manifest import (
     checkpoints_of,
     finish_interrupted_saves,
     is_committed,
+    left_in,
+    move_aside,
     no_access,
     put_in_place,
     read_json,
     read_manifest,
-    runs_of,
     step_of,
     temporary,
     weights_saved_again,
@@ -56,11 +56,11 @@ class Start:
     is_same: bool = False
 
 
-def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, *, saves: bool = True) -> Start:
+def find(resume: str | os.PathLike | bool | None, output_dir: str | Path) -> Start:
     """
-    Return where a training starts that saves checkpoints in `output_dir`, or none (`saves`). `resume` is as in
-    `Trainer.train`; with `"auto"` a run goes on where it has saved a checkpoint, and begins anew where it has not.
-    Raise [`CheckpointError`] if it cannot start, or would overwrite checkpoints.
+    Return where a training starts whose folder is `output_dir`. `resume` is as in `Trainer.train`; with `"auto"` a run
+    goes on where it has saved a checkpoint, and begins anew where it has not. Raise [`CheckpointError`] if it cannot
+    start.
     """
     start, output_dir = Start(), Path(output_dir)
     if reason := no_access(output_dir) or no_access(output_dir / SAVING_NAME):
@@ -72,17 +72,11 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, *, sav
     if resume == "auto":
         resume, start.is_same = bool(_saved_checkpoints(output_dir)), True
     if not resume:
-        if saves:
-            check_no_other_run(output_dir)
         return start
     if resume is True:
         folder, start.warnings = _newest(output_dir, cut_short)
     else:
         folder = _named(Path(resume))
-        if folder.resolve().parent == output_dir.resolve():
-            start.warnings += _later(folder, _saved_checkpoints(output_dir))
-        elif saves:
-            check_no_other_run(output_dir)
     if folder is None:
         return start
     start.folder, manifest = str(folder), read_manifest(folder)
@@ -105,26 +99,30 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path, *, sav
     return start
 
 
-def check_no_other_run(output_dir: Path) -> None:
-    """Raise [`CheckpointError`] where a run would overwrite the checkpoints of another, or mix its own with them."""
-    if steps := [step_of(folder) for folder in _saved_checkpoints(output_dir)]:
+def make_room(output_dir: Path, taken: Path | None, *, model_is_from_here: bool) -> str | None:
+    """
+    Move aside what an earlier run left in a folder, before a run begins there that goes on from the checkpoint `taken`,
+    or begins anew, and return a sentence that says so. A model that was read from the folder is not moved.
+    """
+    saved = checkpoints_of(output_dir)
+    if taken is not None and taken.resolve().parent == output_dir.resolve():
+        why, moved = f"This run goes on from `{taken.name}`", [path for path in saved if step_of(path) > step_of(taken)]
+        what = "later checkpoints"
+    else:
+        has_run = bool(_saved_checkpoints(output_dir)) or (output_dir / TRAINER_STATE_NAME).is_file()
+        moved = left_in(output_dir, with_model=not model_is_from_here) if has_run else []
+        why, what = "This run begins anew", "what an earlier run left"
+    if not moved:
+        return None
+    last = f" (up to step {step_of(saved[-1]):,})" if saved else ""
+    try:
+        aside = move_aside(moved)
+    except OSError as error:
         raise CheckpointError(
-            f"`output_dir={output_dir}` holds checkpoints of another run, up to step {max(steps):,}, and a folder has "
-            'one run. Go on with that run by `resume_from_checkpoint="auto"`, set another `output_dir`, or move its '
-            "checkpoints elsewhere."
-        )
-
-
-def _later(taken: Path, others: Iterable[Path]) -> list[str]:
-    """Say what a run replaces that goes on from an earlier step than that of other checkpoints in its folder."""
-    last = max(map(step_of, others), default=-1)
-    if last <= step_of(taken):
-        return []
-    return [
-        f"`{taken.parent}` holds checkpoints of later steps than `{taken.name}`, up to step {last:,}, of another run. "
-        "This run replaces each when it reaches its step. Move those elsewhere that you want to keep. To go on from "
-        "one of them, name it."
-    ]
+            f"`output_dir={output_dir}` has an earlier run{last}, which cannot be moved aside ({error}). Set another "
+            "`output_dir`."
+        ) from error
+    return f"{why}, so {what} in `{output_dir}`{last} is in `{aside}` now. Delete that if you need it no more."
 
 
 def _saved_checkpoints(output_dir: Path) -> list[Path]:
@@ -160,7 +158,7 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
     interrupted in its first save (`cut_short` is what [`finish_interrupted_saves`] deleted): it has saved nothing that
     could be lost, and a job that is restarted may always resume.
     """
-    folders, passed_over = list(runs_of(output_dir))[::-1], {}
+    folders, passed_over = checkpoints_of(output_dir)[::-1], {}
     ours = any(is_committed(folder) for folder in folders)
     for folder in folders:
         try:
@@ -173,8 +171,7 @@ def _newest(output_dir: Path, cut_short: list[Path]) -> tuple[Path | None, list[
                 f"`{folder}` has no `{MANIFEST_NAME}`, so another trainer wrote it, and a run that goes on from an "
                 "earlier one would overwrite it. Name it to go on from it, or move it elsewhere."
             )
-        said = [f"`{path}` is passed over: {reason}." for path, reason in passed_over.items()]
-        return folder, said + _later(folder, [path for path in folders if path not in passed_over])
+        return folder, [f"`{path}` is passed over: {reason}." for path, reason in passed_over.items()]
     # Trainer writes its own state last, and its just-in-time checkpoints begin with a folder of their own.
     begun = [folder for folder in folders if folder not in _saved_checkpoints(output_dir)]
     if folders == begun and len(folders) <= 1 and (begun or cut_short):

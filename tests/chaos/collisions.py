@@ -117,8 +117,7 @@ def _judge(ended: Ended, alone: Ended, resume: bool | str, moment: Moment | None
     if ended.how != "raised":
         return kills.compare(ended, alone)
     came_first = resume is True and ended.value.startswith("CheckpointError: No valid checkpoint found in output")
-    came_second = not resume and "holds checkpoints of another run" in ended.value
-    if came_first or came_second or TOLD.fullmatch(ended.value):
+    if came_first or TOLD.fullmatch(ended.value):
         return "refused", ""
     return "deep error", f"{ended.value}\n{ended.trace}"
 

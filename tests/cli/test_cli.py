@@ -91,10 +91,11 @@ def test_defaults_yield_to_yaml_and_yaml_to_the_command_line(folder):
 
 def test_the_time_left_follows_from_the_steps_after_the_first(monkeypatch, capsys):
     trainer = SimpleNamespace(remove_callback=lambda kind: None)
-    args, now = SimpleNamespace(disable_tqdm=True, device=torch.device("cpu")), [0.0]
+    args, now = SimpleNamespace(disable_tqdm=True, device=torch.device("cpu"), should_save=True), [0.0]
     state = SimpleNamespace(max_steps=13, global_step=0, is_world_process_zero=True)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    callback, control = progress.Progress(trainer, threading.Event(), defaulted=frozenset()), SimpleNamespace()
+    callback = progress.Progress(trainer, threading.Event(), defaulted=frozenset(), notes={})
+    control = SimpleNamespace()
     callback.on_train_begin(args, state, control)
     for took in (10, 5, 7, 6):
         now[0] += took
@@ -633,7 +634,7 @@ def test_conversations_go_through_the_chat_template(folder):
         ({"dataset": "broken.jsonl"}, "`--dataset broken.jsonl` cannot be read as json: "),
         ({"dataset": "text.txt", "eval_dataset": "empty.json"}, "`--eval_dataset empty.json` holds no rows"),
         ({"dataset": "numbers.jsonl"}, "`--dataset numbers.jsonl`, row 2: `text` is `None`, not a text. Correct or"),
-        ({"dataset": "chat.jsonl", "columns": ["role=messages"]}, "it has `role`, and `hf-hybrid train` takes"),
+        ({"dataset": "chat.jsonl", "columns": ["tools=messages"]}, "it has `tools`, and `hf-hybrid train` takes"),
         ({"dataset": "roles.jsonl"}, "`--dataset roles.jsonl`, row 1: `messages` is `5`, not a list of messages"),
     ],
     ids=repr,

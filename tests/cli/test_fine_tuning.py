@@ -12,9 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import config_values, mostly_slow, tiny_model
+from datasets import Dataset
+from peft import AutoPeftModelForSequenceClassification
 from rig.byte_llama import END, ENDS, assistant, byte_tokenizer, chat_tokenizer, llama_config, save_llama, user
 from rig.processes import ROOT, python
-from transformers import AutoModelForCausalLM, BertConfig, LlavaConfig, MixtralConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlavaConfig,
+    MixtralConfig,
+    T5Config,
+)
 
 from benchmarks.equality.families import build as build_family
 from hf_hybrid.cli import chat, console, formats, progress
@@ -24,7 +33,6 @@ from hf_hybrid.cli.formats import FormatError, recognise
 from hf_hybrid.cli.main import main
 from hf_hybrid.cli.options import (
     GRPO,
-    OTHER_NAMES,
     SFT,
     TRAINING,
     TRAINING_OPTIONS,
@@ -66,7 +74,7 @@ ROWS = {
     "completions": [{"prompt": f"{i} and", "completion": f" {i + 1}"} for i in range(12)],
     "alpaca": [{"instruction": f"Add {i}", "input": "1" * (i % 2), "output": f"{i + 1}"} for i in range(12)],
     "texts": [{"text": f"number {i}"} for i in range(12)],
-    "pairs": [{"prompt": f"Say {i}: ", "chosen": f"{i}", "rejected": "no"} for i in range(12)],
+    "pairs": [{"prompt": f"Say {i}:", "chosen": f" {i}", "rejected": " no"} for i in range(12)],
     "chat_pairs": [
         {"chosen": [user(f"Say {i}"), assistant("yes")], "rejected": [user(f"Say {i}"), assistant("no")]}
         for i in range(12)
@@ -116,11 +124,12 @@ def left(tmp_path):
     [
         ("sft", "chats", "chats (`messages`)", ROWS["chats"][0]),
         ("sft", "sharegpt", "ShareGPT", {"messages": [user("Say 0"), assistant("0")]}),
-        ("sft", "completions", "prompt and completion (text)", ROWS["completions"][0]),
+        ("sft", "completions", "`completion` (text: an answer that begins with a space continues its prompt)",
+         ROWS["completions"][0]),
         ("sft", "alpaca", "through the chat template", {"prompt": [user("Add 0")], "completion": [assistant("1")]}),
         ("sft", "texts", "plain text", ROWS["texts"][0]),
-        ("dpo", "pairs", "preference pairs with prompt (text)", ROWS["pairs"][0]),
-        ("dpo", "chat_pairs", "preference pairs, prompt inside (messages)", ROWS["chat_pairs"][0]),
+        ("dpo", "pairs", "preference pairs (`chosen` and `rejected`) with `prompt`, text: an answer", ROWS["pairs"][0]),
+        ("dpo", "chat_pairs", "(`chosen` and `rejected`), prompt inside, messages", ROWS["chat_pairs"][0]),
         ("grpo", "questions", "`question` with `answer`",
          {"prompt": [user("What is 0 + 1?")], "answer": "So it is #### 1"}),
         ("grpo", "chats", "chats (`messages`); their last answer is the reference",
@@ -171,9 +180,10 @@ def test_a_pair_keeps_its_question(row, prompt):
 
 
 def test_without_a_chat_template_questions_of_pairs_are_text():
-    assert converted("dpo", {"question": "Say", **ANSWERS}, template=False) == {"prompt": "Say", **ANSWERS}
-    made = converted("dpo", {"instruction": "Add", "input": "1", **ANSWERS}, template=False)
-    assert made["prompt"].endswith("### Instruction:\nAdd\n\n### Input:\n1\n\n### Response:\n")
+    for command, row in (("dpo", ANSWERS), ("sft", {"answer": "yes"}), ("grpo", {"answer": "yes"})):
+        made = converted(command, {"question": "Add", "context": "1", **row}, template=False)
+        assert made["prompt"].endswith("### Instruction:\nAdd\n\n### Input:\n1\n\n### Response:\n")
+    assert converted("dpo", {"prompt": "Say", **ANSWERS}, template=False) == {"prompt": "Say", **ANSWERS}
 
 
 @pytest.mark.parametrize(
@@ -198,9 +208,9 @@ def test_the_input_of_an_instruction_is_part_of_the_prompt_of_grpo():
 @pytest.mark.parametrize(
     "command, row, unread",
     [
-        ("sft", {"prompt": "a", "completion": "b", "label": False, "id": 1}, "`label`, `id`"),
-        ("sft", {"messages": ROWS["chats"][0]["messages"], "system_prompt": "c", "tools": []}, "`system_prompt`"),
-        ("dpo", {"prompt": "a", "system": "c", "input": "d", **ANSWERS}, "`system`, `input`"),
+        ("sft", {"prompt": "a", "completion": "b", "label": True, "id": 1}, "`label`, `id`"),
+        ("sft", {"messages": ROWS["chats"][0]["messages"], "system_prompt": "c", "tools": [], "x": 1}, "`x`"),
+        ("dpo", {"prompt": "a", "system": "c", "input": "d", "chosen": " b", "rejected": " c"}, "`system`, `input`"),
         ("train", {"text": "a", "images": ["b.png"]}, "`images`"),
         ("sft", ROWS["alpaca"][0], None),
         ("dpo", {"question": "a", "system": "c", **ANSWERS}, None),
@@ -212,12 +222,12 @@ def test_columns_that_are_not_read_are_named(tmp_path, command, row, unread):
     file.write_text(json.dumps(row))
     reader = Reader(command, DataOptions(dataset=[str(file)]), 0)
     list(reader.sources("dataset", chat_tokenizer(TEMPLATE), told.__setitem__))
-    assert told.get("not read") == unread
+    assert told.get("not read") == (unread and f"columns {unread}")
 
 
 def test_numbers_of_a_table_are_text():
     row = {"prompt": 2, "completion": 2.5}
-    assert recognise("sft", list(row), row).convert(row) == {"prompt": "2", "completion": "2.5"}
+    assert recognise("sft", list(row), row, template=False).convert(row) == {"prompt": "2", "completion": "2.5"}
 
 
 def test_roles_of_sharegpt_and_a_system_message():
@@ -242,7 +252,7 @@ def test_other_names_of_columns_streams_and_limits(folder, monkeypatch):
         data = DataOptions(dataset=["questions.jsonl"], columns=columns, limit=3, streaming=streaming, eval_share=0)
         (source,) = Reader("sft", data, 0).sources("dataset", chat_tokenizer(TEMPLATE), print)
         rows = list(source.rows)
-        assert rows[2] == {"prompt": "What is 2 + 1?", "completion": "So it is #### 3"}
+        assert rows[2] == {"prompt": [user("What is 2 + 1?")], "completion": [assistant("So it is #### 3")]}
         assert len(rows) == 3
 
 
@@ -522,23 +532,61 @@ def test_a_plan_runs_unchanged_under_its_command(folder, tmp_path, monkeypatch, 
 
 def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
     tokenizer = chat_tokenizer(TEMPLATE)
-    for file, read in (("pairs.jsonl", "Say {}: "), ("chat_pairs.jsonl", "user: Say {}<|end|>assistant: ")):
+    for file, read in (("pairs.jsonl", "Say {}:"), ("chat_pairs.jsonl", "user: Say {}<|end|>assistant: ")):
         note = Reader("dpo", DataOptions(dataset=[str(folder / file)]), seed=1)
         (row,) = held_out_rows(note, tokenizer, 9)
         whole, answer = tokenizer.decode(row["input_ids"]), learned(row, tokenizer)
         number = re.search(r"Say (\d+)", whole)[1]
-        assert answer == ("yes" if file.startswith("chat") else number) + "<|end|>"
+        assert answer == ("yes" if file.startswith("chat") else f" {number}") + "<|end|>"
         assert whole == read.format(number) + answer
     (tmp_path / "note.json").write_text(json.dumps(dataclasses.replace(note, command="grpo").to_dict()))
     note = read_note(tmp_path / "note.json")
     assert note.command == "grpo" and not note.evaluates
 
 
+def test_kto_learns_from_labels_as_trl_does(run, left, tmp_path):
+    rows = [{"messages": [user(f"Say {i}"), assistant(f"{i}")], "label": bool(i % 2)} for i in range(8)]
+    (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = ["--eval_share", "0", "--learning_rate", "1e-2", "--logging_steps", "1", "--bf16", "false"]
+    out, _ = run("kto", "--dataset", tmp_path / "labelled.jsonl", *common, "--resume_from_checkpoint", "false")
+    assert "chats (`messages`) with `label`, 8 rows" in out
+    losses = [entry["loss"] for entry in left("trainer_state")["log_history"] if "loss" in entry]
+    data = [{"prompt": row["messages"][:1], "completion": row["messages"][1:], "label": row["label"]} for row in rows]
+    options = {"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
+    args = trl.KTOConfig(tmp_path / "trl", use_cpu=True, report_to=[], bf16=False, save_strategy="no", **options)
+    models = [AutoModelForCausalLM.from_pretrained("model", dtype="float32") for _ in range(2)]
+    tokenizer = byte_tokenizer().from_pretrained("model")
+    theirs = trl.KTOTrainer(
+        models[0], models[1], args, train_dataset=Dataset.from_list(data), processing_class=tokenizer
+    )
+    theirs.train()
+    expected = [entry["loss"] for entry in theirs.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("peft", ["none", "lora"])
+def test_a_reward_model_scores(run, tmp_path, peft):
+    out, _ = run("reward", "--dataset", "pairs.jsonl", "--peft", peft, "--eval_share", "0.2")
+    assert "of the pairs ranked right" in out and "hf-hybrid chat" not in out and "hf-hybrid report" in out
+    kind = AutoPeftModelForSequenceClassification if peft == "lora" else AutoModelForSequenceClassification
+    assert kind.from_pretrained(tmp_path / "out", num_labels=1).score.weight.shape[0] == 1
+
+
+@pytest.mark.parametrize("row, said", [
+    ({"prompt": "a", "completion": " b", "label": "good"}, "`label` is `'good'`, not true or false"),
+    ({"messages": [assistant("b")], "label": True}, "its last message is no answer to others"),
+    ({"prompt": "a", "completion": " b"}, "`hf-hybrid kto` takes `prompt`, `completion` and `label`"),
+])  # fmt: skip
+def test_rows_of_kto_have_a_label(row, said):
+    with pytest.raises((FormatError, OptionError), match=re.escape(said)):
+        recognise("kto", list(row), row).convert(row)
+
+
 def test_dpo_ranks_pairs(run):
     more = ["--padding_free", "true", "--eval_strategy", "steps", "--eval_steps", "1"]
     out, err = run("dpo", "--dataset", "pairs.jsonl", *more)
     assert "padding_free" not in err + out
-    assert "preference pairs with prompt (text)" in out and "tokens" in out and "in 11 pairs" in out
+    assert "with `prompt`, text" in " ".join(out.split()) and "tokens" in out and "in 11 pairs" in out
     assert "of the pairs ranked right" in out and "step 1/2  eval: loss" in out
 
 
@@ -574,10 +622,10 @@ def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, left):
     words += ["--max_completion_length", "4", "--learning_rate", "1e-4"]
     out, err = run("grpo", *words, steps=3, status=130)
     assert "Ctrl-C: the step ends" in err
-    assert "Stopped at step 1 of 3." in out and "checkpoint-1" in out and "--resume_from_checkpoint true" in out
+    assert "Stopped at step 1 of 3." in out and "checkpoint-1" in out and "run the same command again." in out
     assert "rewards    stopping.py:stop, numeric_answer" in out and "auto_lr" not in out  # GRPO has none
     assert left("hybrid_config") and left("hybrid_summary")
-    out, _ = run("grpo", *words, "--resume_from_checkpoint", "true", steps=3)
+    out, _ = run("grpo", *words, steps=3)
     assert "step 3/3  reward" in out and "step 1/3" not in out
 
 
@@ -630,7 +678,7 @@ def test_early_stopping_keeps_the_best_model(run, left):
 def test_the_rate_of_adapters_is_the_same_in_fp16(run, left):
     rates = []
     for more in (["--fp16", "true"], []):
-        run("sft", "--dataset", "chats.jsonl", "--peft", "lora", *more, steps=1)
+        run("sft", "--dataset", "chats.jsonl", "--peft", "lora", *more, "--resume_from_checkpoint", "false", steps=1)
         rates.append(left("hybrid_summary")["learning_rate_scale"])
     assert rates[0] == rates[1] > 100
 
@@ -799,7 +847,7 @@ WRONG = [
     ("sft", ["--dataset", "chats.jsonl", "--tokenizer", "nobody/none"], "No tokenizer can be loaded from `nobody/"),
     # Options.
     ("sft", ["--dataset", "chats.jsonl", "--lora-rank", "4"], "no option. Write `--lora_r` in its place"),
-    ("sft", ["--dataset", "chats.jsonl", "--warmup_ratio", "0.1"], "Write `--warmup_steps 0.1` in its place"),
+    ("sft", ["--dataset", "chats.jsonl", "--warmup_ratio", "0.1"], "Write `--warmup_steps` in its place"),
     ("dpo", ["--dataset", "pairs.jsonl", "--max_seq_length", "9"], "Write `--max_length` in its place"),
     ("train", ["--dataset", "texts.jsonl", "--max_length", "9"], "Write `--sequence_length` in its place"),
     ("sft", ["--dataset", "chats.jsonl", "--report_to", "trackio"], "trackio is not installed. `pip install trackio`"),
@@ -1005,9 +1053,10 @@ def test_every_option_of_trl_is_taken(name, tmp_path):
 ])  # fmt: skip
 def test_the_first_step_has_a_line_unless_logging_was_chosen(defaulted, steps, first):
     trainer = SimpleNamespace(remove_callback=lambda kind: None)
-    args = SimpleNamespace(logging_steps=7, logging_first_step=False, disable_tqdm=True)
+    args = SimpleNamespace(logging_steps=7, logging_first_step=False, disable_tqdm=True, should_save=True)
     state = SimpleNamespace(max_steps=100, global_step=0, logging_steps=7, is_world_process_zero=True)
-    progress.Progress(trainer, threading.Event(), defaulted=frozenset(defaulted)).on_train_begin(args, state, None)
+    callback = progress.Progress(trainer, threading.Event(), defaulted=frozenset(defaulted), notes={})
+    callback.on_train_begin(args, state, None)
     assert (args.logging_steps, args.logging_first_step) == (steps, first)
 
 
@@ -1076,24 +1125,8 @@ def test_help_fits_three_screens(command, monkeypatch):
     assert {"output_dir", "learning_rate", *command.training} <= shown
 
 
-def test_names_of_other_tools_lead_to_options():
-    lines = [CommandLine([], command) for command in TRAINING.values()]
-    known = {name for line in lines for name in vars(line.values)}
-    assert {own.split()[0] for own in OTHER_NAMES} <= known
-    for line in lines:
-        for others in OTHER_NAMES.values():
-            for other in others.split():
-                assert other in vars(line.values) or "is no option" in str(refusal(line.command, other))
-
-
-def refusal(command, name):
-    with pytest.raises(OptionError) as error:
-        CommandLine([f"--{name}", "1"], command).values  # noqa: B018
-    return error.value
-
-
 def test_commands_are_in_the_help(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(re.search(rf"^ +{name} ", out, re.M) for name in ("sft", "dpo", "grpo", "chat"))
+    assert all(re.search(rf"^ +{name} ", out, re.M) for name in ("sft", "dpo", "grpo", "chat", "convert"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import ByteText, config_values, mostly_slow, tiny_model
+from rig import vision
 from transformers import Gemma3TextConfig, GptOssConfig, HfArgumentParser, Qwen3MoeConfig
 
 from hf_hybrid import HybridConfig, HybridTrainer
@@ -42,6 +43,17 @@ def plan(cli):
 def test_python_m_runs_the_same():
     done = subprocess.run([sys.executable, "-m", "hf_hybrid", "--version"], check=True, capture_output=True, text=True)
     assert done.stdout.startswith("hf_hybrid ")
+
+
+def test_models_that_take_images_get_options_and_no_commands(plan, tmp_path):
+    vision.vision_model("qwen2_vl")[0].config.save_pretrained(tmp_path)
+    asked = (tmp_path, "--vram", "2GiB", "--ram", "4GiB", "--sequence_length", "64", "--peft", "none")
+    shown, _ = plan(*asked)
+    assert "Best of each kind for `HybridSFTConfig`:" in shown and "hf-hybrid sft" not in shown
+    assert "  output_dir='out', per_device_train_batch_size=8, bf16=True," in shown
+    assert "Half of the tokens stand for" in shown and max(map(len, shown.splitlines()[2:])) <= 80
+    _, error = plan(*asked, "--output", tmp_path / "plan.yaml", status=2)
+    assert "takes images, which Python trains" in error
 
 
 @pytest.mark.long
@@ -259,3 +271,15 @@ def test_the_configuration_for_16_gb_fits_there():
     assert planned.fits and planned.mode == "streamed"
     assert planned.peak_device_bytes + planned.margin_bytes <= 16 * 2**30 * 0.98  # the driver keeps some of 16 GiB
     assert planned.peak_host_bytes < 40 * 2**30
+
+
+def test_smaller_micro_batches_of_the_same_update_are_found(cli, tmp_path):
+    """A base of 7B in 4 bits fits a card of 8 GiB, two sequences at a time."""
+    model, target = EXAMPLES / "qwen2.5-7b.json", tmp_path / "plan.yaml"
+    asked = ["--vram", "8GiB", "--ram", "32GiB", "--peft", "qlora", "--output", target]
+    out, err = cli("plan", model, *asked)
+    assert "does not fit" not in out and re.search(r"^> +6\.\d\d .* yes +QLoRA, .*, 2 x 4 \*$", out, re.M)
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 4" in " ".join(out.split())
+    values = yaml.safe_load(target.read_text())
+    assert (values["per_device_train_batch_size"], values["gradient_accumulation_steps"]) == (2, 4)
+    assert ", 2 x 4" in err and max(map(len, out.splitlines())) <= 80

@@ -227,6 +227,8 @@ def check_pip(words: list[str]) -> None:
 def check_hf_hybrid(words: list[str], folder: Path) -> None:
     command, *rest = words
     assert command in COMMANDS, f"hf-hybrid has no command `{command}`"
+    if command == "data":
+        command, rest = "sft", ["--dataset", *rest]
     if command not in options.TRAINING:
         return build_parser(command).parse_args([command, *rest])
     (folder / "run.yaml").write_text("max_steps: 3\n")
@@ -260,7 +262,7 @@ def test_commands_exist(path, tmp_path, monkeypatch):
         words = shlex.split(command, comments=True)
         while words and (re.fullmatch(r"[A-Z_]+=\S*", words[0]) or words[0] == "srun"):
             words.pop(0)
-        program, *rest = words
+        program, *rest = words[: words.index(">")] if ">" in words else words
         if program == "python":
             check_python(rest)
         elif program == "pip":

@@ -44,6 +44,19 @@ def start(monkeypatch, capfd, tmp_path):
     return run
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "name",
+    [p.stem if p.stem[:2] == "01" else pytest.param(p.stem, marks=pytest.mark.slow) for p in EXAMPLES.glob("*.py")],
+)
+def test_an_example_says_nothing_of_what_its_dependencies_lack(name):
+    """As the commands: torchao, bitsandbytes and torch warn when they are imported."""
+    script = f"import runpy; runpy.run_path({str(EXAMPLES / f'{name}.py')!r}, run_name='imported')"
+    paths = {"PYTHONPATH": str(EXAMPLES.parent)}
+    ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, **paths}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
 def test_compare(start, tmp_path):
     arms = ("trainer", "hybrid", "frozen", "muon")
     out, status = start("02_compare_with_trainer", "--max_steps", 12, "--learning_rates", 3e-3)

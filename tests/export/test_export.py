@@ -651,6 +651,29 @@ def test_an_export_that_fails_leaves_nothing(trainer, run, tmp_path, monkeypatch
         trainer.export("gguf-q8_0", tmp_path / "file")
 
 
+def test_the_command_says_how_to_serve_and_pushes(tmp_path, monkeypatch, capsys):
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = bpe_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained("My run")
+    tokenizer.save_pretrained("My run")
+    done = []
+    monkeypatch.setattr("huggingface_hub.create_repo", lambda name, **how: done.append(("made", name)))
+    monkeypatch.setattr("huggingface_hub.upload_folder", lambda **how: done.append(("pushed", how)) or "https://hub")
+    assert main(["export", "My run", "--format", "gguf-q8_0", "--push", "me/mine"]) == 0
+    assert done == [
+        ("made", "me/mine"),
+        ("pushed", {"repo_id": "me/mine", "folder_path": Path("My run-gguf-q8_0").resolve()}),
+    ]
+    said = capsys.readouterr().err
+    assert "llama-server -m 'My run-gguf-q8_0/model.gguf'" in said and "Pushed: https://hub" in said
+    assert "ollama create my-run -f 'My run-gguf-q8_0/Modelfile' && ollama run my-run" in said
+    assert 'if eq .Role "user"' in Path("My run-gguf-q8_0", "Modelfile").read_text()
+    field = gguf.GGUFReader("My run-gguf-q8_0/model.gguf").fields["general.name"]
+    assert bytes(field.parts[field.data[0]]) == b"My run"
+
+
 def test_cards_say_how_an_export_is_served_and_what_of_it_was_tried():
     tokenizer = bpe_tokenizer()
     of_gguf = exporter._serving("My run (v1)", "gguf-q8_0", tokenizer)

@@ -145,8 +145,8 @@ def test_a_run_that_was_cut_short_in_its_first_save_begins_anew(finished, folder
 def test_checkpoints_of_plain_trainer_are_not_overwritten_and_resume_with_a_warning(tmp_path):
     args = TrainingArguments(tmp_path, report_to=[], **OPTIONS)
     Trainer(tiny_model(), args, train_dataset=ByteText(30)).train()
-    with pytest.raises(CheckpointError, match="holds checkpoints of another run, up to step 6"):
-        build(tmp_path).train()
+    build(tmp_path, max_steps=1).train()
+    tmp_path = tmp_path / "_hybrid_earlier_1"
     (tmp_path / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 0.')
     taken, said = found(tmp_path)
     assert taken == "checkpoint-4" and "so nothing tells whether its files are whole" in said
@@ -606,8 +606,7 @@ class Sees(TrainerCallback):
 
 def test_a_resumed_run_that_keeps_fewer_checkpoints_makes_room_before_its_first_save(folder):
     """
-    As the error of a full disk advises. Those of later steps stay until the run has saved one, and a run that saves
-    none deletes none.
+    As the error of a full disk advises. Those of later steps are moved aside, and a run that saves none deletes none.
     """
     every, names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"], []
     for resume, options in [
@@ -619,11 +618,10 @@ def test_a_resumed_run_that_keeps_fewer_checkpoints_makes_room_before_its_first_
         resume = resume if resume == "auto" else str(out / resume)
         build(out, callbacks=[sees], **{"max_steps": 7, **options}).train(resume_from_checkpoint=resume)
         names.append(sees.names)
-    assert names == [every, every, ["checkpoint-4", "checkpoint-6"]]
+    assert names == [every, ["checkpoint-2"], ["checkpoint-4", "checkpoint-6"]]
 
 
 def test_of_a_run_that_went_on_from_an_earlier_step_its_own_checkpoints_are_kept(folder):
-    """When it has saved one, those of later steps go first, so that a restart goes on with it and not with them."""
     build(folder, save_total_limit=2, max_steps=4).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     assert found(folder)[0] == "checkpoint-4"
@@ -672,63 +670,89 @@ def files_in(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in names}
 
 
-def test_a_run_that_begins_anew_where_another_has_saved_is_refused_before_its_first_step(folder):
+@pytest.mark.parametrize("resume", [None, "elsewhere"])
+def test_a_run_that_begins_anew_moves_what_an_earlier_one_left_aside(finished, folder, caplog, resume):
+    """A script that is started again trains, as with `Trainer`, and nothing of the run before is lost."""
+    (folder / "model.safetensors").write_text("the model of the earlier run")
+    (folder / "mine.txt").write_text("of the user")
     before = files_in(folder)
-    said = f'^`output_dir={folder}` holds checkpoints of another run, up to step 6, and a folder has one run.*"auto"'
-    trainer = build(folder)
-    with pytest.raises(CheckpointError, match=said):
-        trainer.train()
-    assert trainer.state.global_step == 0 and files_in(folder) == before
-    with pytest.raises(CheckpointError, match=said):  # which goes on from elsewhere
-        build(folder).train(resume_from_checkpoint=str(shutil.copytree(folder / "checkpoint-2", folder.parent / "2")))
-    assert files_in(folder) == before
+    if resume:
+        resume = str(shutil.copytree(folder / "checkpoint-2", folder.parent / "2"))
+    own = ["checkpoint-4", "checkpoint-6"] if resume else ["checkpoint-3", "checkpoint-6"]  # `Trainer` keeps its steps
+    trainer = build(folder, save_steps=3)
+    trainer.train(resume_from_checkpoint=resume)
+    aside = folder / "_hybrid_earlier_1"
+    assert files_in(aside) == {name: held for name, held in before.items() if name != "mine.txt"}
+    said = [record.message for record in caplog.records if "earlier run" in record.message]
+    assert said == [
+        f"This run begins anew, so what an earlier run left in `{folder}` (up to step 6) is in `{aside}` now. "
+        "Delete that if you need it no more."
+    ]
+    assert [path.name for path in manifest.checkpoints_of(folder)] == own
+    assert_same_weights(weights(trainer.model), finished[1])
+    again = build(aside, max_steps=8)  # and it can go on
+    again.train(resume_from_checkpoint="auto")
+    assert again.state.global_step == 8 and again.saver.start.folder == str(aside / "checkpoint-6")
 
 
-def test_a_run_that_goes_on_from_an_earlier_step_says_that_it_replaces_later_ones(folder, caplog):
+def test_a_run_that_goes_on_from_an_earlier_step_moves_later_ones_aside(folder, caplog):
     before = files_in(folder / "checkpoint-6")
-    build(folder, max_steps=4).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert "holds checkpoints of later steps than `checkpoint-2`, up to step 6, of another run. This" in caplog.text
-    assert files_in(folder / "checkpoint-6") == before and is_committed(folder / "checkpoint-4")
-    taken, said = found(folder, "auto")  # what the user went on with, not what was left behind
-    assert taken == "checkpoint-4" and "holds checkpoints of later steps than `checkpoint-4`, up to step 6" in said
+    build(folder, max_steps=4, save_total_limit=1).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert "This run goes on from `checkpoint-2`, so later checkpoints in" in caplog.text
+    aside = folder / "_hybrid_earlier_1"
+    assert [path.name for path in manifest.checkpoints_of(aside)] == ["checkpoint-4", "checkpoint-6"]
+    assert files_in(aside / "checkpoint-6") == before
+    assert found(folder, "auto") == ("checkpoint-4", "")  # what the user went on with, not what was left behind
 
 
 @pytest.mark.parametrize("resume", [True, "auto"])
-def test_a_shorter_run_in_the_folder_of_its_process_goes_on_with_its_own_checkpoints(tmp_path, caplog, resume):
-    """As notebooks do, with the same trainer and with another. What the first run saved at later steps stays."""
+def test_a_shorter_run_in_the_folder_of_its_process_goes_on_with_its_own_checkpoints(tmp_path, resume):
+    """As notebooks do, with the same trainer and with another."""
     build(tmp_path, max_steps=6).train()
-    assert "earlier training of this process" not in caplog.text
     first = files_in(tmp_path / "checkpoint-6")
     trainer = build(tmp_path, max_steps=4, learning_rate=1e-2)
     trainer.train()
-    assert "holds checkpoints of an earlier training of this process, up to step 6. This training" in caplog.text
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     assert findings(load_run(tmp_path))["status"] == "Finished at step 4 of 4."
-    caplog.clear()
+    assert findings(load_run(tmp_path / "_hybrid_earlier_1"))["status"] == "Finished at step 6 of 6."
     resumed = build(tmp_path, max_steps=5, save_steps=5, learning_rate=1e-2)
     resumed.train(resume_from_checkpoint=resume)
-    assert "later steps than `checkpoint-4`, up to step 6, of another run" in caplog.text
     assert Path(resumed.saver.start.folder).name == "checkpoint-4"
-    assert found(tmp_path)[0] == "checkpoint-5" and files_in(tmp_path / "checkpoint-6") == first
     trainer.train()  # a third one
     assert found(tmp_path)[0] == "checkpoint-4"
+    assert files_in(tmp_path / "_hybrid_earlier_1" / "checkpoint-6") == first
+    assert (tmp_path / "_hybrid_earlier_2" / "checkpoint-5").is_dir()
 
 
-def test_a_damaged_checkpoint_of_the_newest_run_is_passed_over_by_name(tmp_path):
-    for steps in (6, 4):
-        build(tmp_path, max_steps=steps).train()
-    (tmp_path / "checkpoint-4" / MANIFEST_NAME).write_text("{")
-    taken, said = found(tmp_path)
-    assert (
-        taken == "checkpoint-2" and f"`{MANIFEST_NAME}` is damaged" in said and "up to step 6, of another run" in said
-    )
+def test_a_run_that_is_killed_before_its_first_save_is_not_taken_for_the_one_before(folder):
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(folder, callbacks=[Kill()]).train()
+    trainer = build(folder, max_steps=2)
+    trainer.train(resume_from_checkpoint="auto")
+    assert trainer.saver.start.folder is None and trainer.state.global_step == 2
 
 
-@pytest.mark.parametrize("limit, left", [(1, [4]), (2, [2, 4]), (None, [2, 4, 6])])
-def test_the_limit_counts_the_checkpoints_of_both_runs(tmp_path, limit, left):
-    for steps in (6, 4):
-        build(tmp_path, max_steps=steps, save_total_limit=limit).train()
-    assert list(map(manifest.step_of, manifest.checkpoints_of(tmp_path))) == left
+def test_a_run_that_is_refused_moves_nothing(folder):
+    before = files_in(folder)
+    with pytest.raises(CheckpointError, match="its optimizer was"):
+        build(folder, optim="sgd").train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    with pytest.raises(ValueError, match="min_lr"):
+        build(folder, lr_scheduler_type="cosine_with_min_lr").train()
+    assert files_in(folder) == before
+
+
+def test_a_model_that_was_read_from_the_folder_of_the_run_stays_there(folder):
+    """A script that trains on what it trained finds it when it is started once more."""
+    (folder / "model.safetensors").write_text("a model")
+    trainer = build(folder, max_steps=2)
+    trainer.model.config._name_or_path = trainer.model.name_or_path = str(folder)
+    trainer.train()
+    assert (folder / "model.safetensors").read_text() == "a model"
+    assert (folder / "_hybrid_earlier_1" / "checkpoint-6").is_dir()
 
 
 def test_the_best_checkpoint_is_not_that_of_an_earlier_run(tmp_path):
@@ -745,6 +769,7 @@ def test_the_best_checkpoint_is_not_that_of_an_earlier_run(tmp_path):
     trainer.evaluate = evaluate
     trainer.train()
     assert trainer.state.best_global_step == 2 and trainer.state.best_model_checkpoint is None
+    assert (tmp_path / "_hybrid_earlier_1" / "checkpoint-2").is_dir()
 
 
 def test_a_run_that_saves_nothing_may_begin_beside_the_checkpoints_of_another(folder):
@@ -752,8 +777,6 @@ def test_a_run_that_saves_nothing_may_begin_beside_the_checkpoints_of_another(fo
     trainer = build(folder, save_strategy="no", max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1 and files_in(folder / "checkpoint-6") == before
-    with pytest.raises(CheckpointError, match="holds checkpoints of another run"):  # it has not made the folder its own
-        build(folder).train()
 
 
 @pytest.mark.parametrize("resume", [True, "auto"])
