@@ -266,23 +266,23 @@ class Decoding(Part):
         Inside, `model.generate` completes these prompts, one per row, or `None` where only it knows them; `model` is
         unwrapped. Only completions of the training are counted.
         """
-        plain, encoder = model.generate, encoder_of(base_model(model))
+        plain = model.generate
 
         def generate(*args, **kwargs):
-            known = {"input_ids", "attention_mask", "generation_config", *(() if encoder is None else NAMES)}
-            others = sorted(kwargs.keys() - known)
+            others = sorted(kwargs.keys() - {"input_ids", "attention_mask", "generation_config", *NAMES})
             if args or others:
                 what = others[0] if others else "inputs"
                 self.fallbacks.cannot_be_exact(f"`generate` is given `{what}` beside tokens")
                 return plain(*args, **kwargs)
             if self.fallbacks.failed:
                 return plain(**kwargs)
-            images = {name: kwargs[name] for name in NAMES if name in kwargs and name != SEES}
-            loop = functools.partial(self._decode, prompts, counts, images)
-            others = {name: value for name, value in kwargs.items() if name not in PIXELS}  # else it encodes each row's
+            images = {**kwargs, SEES: None} if "pixel_values" in kwargs else None
+            loop, given = functools.partial(self._decode, prompts, counts, images), dict(kwargs)
+            for name in PIXELS:  # `generate` would encode those of each row
+                given.pop(name, None)
             before = RandomStates.now(model.device)
             try:
-                return plain(**others, custom_generate=loop)
+                return plain(**given, custom_generate=loop)
             except Exception as reason:
                 if is_out_of_memory(reason):
                     raise
@@ -319,7 +319,9 @@ class Decoding(Part):
                 raise PlainRolloutsError("a prompt is not padded at the left")
             coded = Batch(ids, kept, ids)
             if images:
-                coded = Images().coded(encoder_of(base_model(model)), images, coded)
+                if (encoder := encoder_of(base_model(model))) is None:
+                    raise PlainRolloutsError("the model does not tell where it takes images")
+                coded = Images().coded(encoder, images, coded)
                 model_inputs.pop("mm_encoder_outputs", None)  # none: `generate` was given no pixels
             if isinstance(coded, str):
                 raise PlainRolloutsError(coded)

@@ -171,7 +171,7 @@ def take(batches: list[Batch], rows: Tensor) -> Batch:
     places = rows.to(next(tensors, rows).device, non_blocking=True)
     for name, value in batches[0].items():  # scalars are the same for the whole generation batch
         parts: Any = [batch[name] for batch in batches]
-        if any(isinstance(part, list) for part in parts):
+        if list in map(type, parts):
             entries = [entry for part in parts for entry in (part if isinstance(part, list) else part.split(1))]
             found[name] = [entries[row] for row in rows.tolist()]
         elif isinstance(value, Tensor) and value.dim() and name != ON_HOST:
@@ -179,11 +179,10 @@ def take(batches: list[Batch], rows: Tensor) -> Batch:
     return unsplit_pixel_values_by_grid(found)
 
 
-def prompts_of_rows(batches: list[Batch], prompt_ids: Tensor) -> Tensor:
-    """Return a number of each row, [rows], that rows of the same prompt share; other images have other sums."""
-    pixels = [of_row for batch in map(split_pixel_values_by_grid, batches) for of_row in batch.get("pixel_values", ())]
-    sums = torch.stack([of_row.double().sum() for of_row in pixels]).cpu() if pixels else prompt_ids.new_empty(0)
-    return torch.cat([prompt_ids, sums.view(len(prompt_ids), -1)], dim=1).unique(dim=0, return_inverse=True)[1]
+def sums_of_images(batches: list[Batch]) -> Tensor:
+    """Return the sum of the pixels of each row, [rows, 1]: where it is another one, so is the prompt."""
+    pixels = [of_row for batch in map(split_pixel_values_by_grid, batches) for of_row in batch["pixel_values"]]
+    return torch.stack([of_row.double().sum() for of_row in pixels])[:, None].cpu()
 
 
 def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
@@ -250,7 +249,10 @@ class ExactSkips:
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
-                rows = rows[prompts_of_rows(batches, here["prompt_ids"])[rows].argsort(stable=True)]
+                prompts = here["prompt_ids"]
+                if "pixel_values" in batches[0]:
+                    prompts = torch.cat([prompts, sums_of_images(batches)], dim=1)
+                rows = rows[prompts.unique(dim=0, return_inverse=True)[1][rows].argsort(stable=True)]
             count = -(-needed // size)
             computed = rebin(batches, rows, count, self.mean) if count else []
         parts, avoided = rows.tensor_split(count) if count else (), len(batches) - count
