@@ -18,7 +18,6 @@ import io
 import itertools
 import json
 import lzma
-import operator
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -206,9 +205,8 @@ def _way_of(path: Path, kind: str) -> str | list[Any]:
     opened: Any = PACKED.get(path.suffix.lower(), io).open(path, "rt", encoding="utf-8-sig")
     with opened as file:
         if kind == "text":  # as one document, a whole book would be tokenised in one piece
-            blank = [line == "\n" for line in itertools.dropwhile("\n".__eq__, file)]
-            divided = any(map(operator.gt, blank, blank[1:]))  # a text behind a blank line
-            return "paragraph" if divided or len(blank) - sum(blank) < 2 else "line"
+            blank = itertools.pairwise(line == "\n" for line in itertools.dropwhile("\n".__eq__, file))
+            return "paragraph" if any(before and not after for before, after in blank) else "line"
         lines = filter(str.strip, file)
         try:
             json.loads(next(lines, ""))

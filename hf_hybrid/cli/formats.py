@@ -51,7 +51,7 @@ NAMES = {
     "text": "text",
     "more": "input context",
     "system": "system system_prompt",
-    "pictures": "images image videos video audios audio",
+    "pictures": "images image videos audios",
     "switch": "label weight train training loss_weight",
 }
 """
@@ -59,7 +59,7 @@ By the part of a row: the columns that hold it, the first that is there. `answer
 `grpo`, and `more` is what a question is asked about.
 """
 NAMES: dict[str, tuple[str, ...]] = {part: tuple(names.split()) for part, names in NAMES.items()}
-SWITCHES = ("weight", "train", "training", "loss_weight")
+SWITCHES = NAMES["switch"][1:]
 """Keys of a message that say whether it is learned: OpenAI's, Axolotl's and LLaMA-Factory's."""
 
 ALPACA = (
@@ -155,12 +155,11 @@ def is_chat(value: Any) -> bool:
 
 def _listed(value: Any) -> list[Any]:
     """Messages as a list: LLaMA-Factory's pairs have one alone, and tables have them as text, in JSON or Python."""
-    if isinstance(value, str) and value.lstrip()[:2] in ("[{", '{"', "{'"):
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
         for read in (json.loads, ast.literal_eval):
-            try:
-                return _listed(read(value))
-            except (ValueError, SyntaxError, RecursionError, MemoryError):
-                continue
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, AttributeError):
+                messages = read(value)
+                return messages if all({"content", "value", "tool_calls"} & m.keys() for m in messages) else []
     if isinstance(value, Mapping):
         return value["messages"] if isinstance(value.get("messages"), list) else [value]
     return value if isinstance(value, list) else []
@@ -279,10 +278,13 @@ def _named(part: str, columns: Sequence[str]) -> str | None:
     return next((name for name in NAMES[part] if name in columns), None)
 
 
-def _chats(columns: Sequence[str], first: Row, template: bool, *, answered: bool = True) -> Format | None:
+def _chats(
+    columns: Sequence[str], first: Row, template: bool, *, answered: bool = True, shaped: bool = False
+) -> Format | None:
+    """Conversations, in a column of a usual name, or in the only one that is `shaped` so."""
     named = [name for name in NAMES["messages"] if name in columns and is_chat(first.get(name))]
-    named = named or ["messages"] * ("messages" in columns)
-    if not named and len(named := _shaped_as_chats(columns, first)) != 1:
+    named = _shaped_as_chats(columns, first)[:2] if shaped else named[:1] or ["messages"] * ("messages" in columns)
+    if len(named) != 1:
         return None
     column = named[0]
     value: Any = first.get(column)
@@ -375,6 +377,7 @@ def _answered(columns: Sequence[str], first: Row, template: bool, *, sides: tupl
         return values
 
     answers = " and ".join(f"`{name}`" for name in names)
+    answers = f"the first of {answers}" if _first_answer(answer) is not answer else answers
     where = f" with `{asked}`" if asked else ", prompt inside"
     title = f"preference pairs ({answers}){where}, {how}" if pairs else f"`{asked}` and {answers} ({how})"
     return Format(title, convert, chats, (*names, *filter(None, [asked])), _OF_TEMPLATES)
@@ -391,7 +394,8 @@ def _why_plain(asked: str | None, prompt: Any, answer: Any) -> str | None:
 
 def _prompts(columns: Sequence[str], first: Row, template: bool) -> Format | None:
     """Prompts, chats or questions with reference answers, and all other columns, which reward functions get."""
-    column = next((n for n in ("prompt", *NAMES["messages"], *NAMES["prompt"]) if n in columns), None)
+    chats = [name for name in NAMES["messages"] if name in columns and is_chat(first.get(name))]
+    column = next((n for n in ("prompt", *chats, "messages", *NAMES["prompt"]) if n in columns), None)
     answer = _named("answer", [name for name in columns if name != column])
     if column is None:
         return None
@@ -447,12 +451,14 @@ FORMATS: dict[str, dict[str, Recogniser]] = {
     "train": {
         "`messages` (chats)": functools.partial(_chats, answered=False),
         "`text`": functools.partial(_texts, may_be_empty=True),
+        "one column of messages": functools.partial(_chats, answered=False, shaped=True),
     },
     "sft": {
         "`messages` (chats)": _chats,
         "`prompt` and `completion`": functools.partial(_answered, sides=("completion",)),
         "`text`": _texts,
         "`input_ids`": _tokens,
+        "one column of messages": functools.partial(_chats, shaped=True),
     },
     "dpo": {
         "`chosen` and `rejected`, with or without a prompt": functools.partial(_answered, sides=("chosen", "rejected"))

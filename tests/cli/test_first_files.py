@@ -92,6 +92,9 @@ SFT = {
     "upper case.csv": (f"Question,Answer\n{Q},{A}\n", ASKED),
     "pandas.json": (json.dumps({"question": {"0": Q, "1": "2?"}, "answer": {"0": A, "1": "2."}}), ASKED),
     "columns.json": (json.dumps({"question": [Q, "2?"], "answer": [A, "2."]}), ASKED),
+    "JSON.jsonl": (lines(*({"prompt": Q, "completion": text} for text in ('{"from": "Rome"}', '[{"role": 1}]'))),
+                   {**ASKED, "completion": [assistant('{"from": "Rome"}')]}),
+    "a text and a talk.jsonl": (lines({"text": "A text.", "talk": CHAT}), {"text": "A text."}),
     "history.jsonl": (lines({"instruction": Q, "output": A, "history": [["Hi", "Hello"]]}),
                       {**ASKED, "prompt": [user("Hi"), assistant("Hello"), user(Q)]}),
     "two names.jsonl": (lines({"messages": None, "conversations": SHAREGPT}), {"messages": CHAT}),
@@ -199,8 +202,8 @@ def test_what_the_command_says_is_what_it_takes(tmp_path, monkeypatch, cli, name
     "command, row, message",
     [
         ("sft", user(Q), "it is one message, and a row is a whole conversation: a list of messages."),
-        ("sft", {"id": "x", "question": [[user(Q)]], "function": []}, "or `input_ids`."),
-        ("sft", {"id": "x", "instruction": Q, "instances": [{"input": "", "output": A}]}, "or `input_ids`."),
+        ("sft", {"id": "x", "question": [[user(Q)]], "function": []}, "or one column of messages."),
+        ("sft", {"id": "x", "instruction": Q, "instances": [{"input": "", "output": A}]}, "or one column of messages."),
     ],
 )
 def test_no_advice_is_better_than_a_wrong_one(tmp_path, command, row, message):
