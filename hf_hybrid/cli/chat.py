@@ -10,7 +10,10 @@ from hf_hybrid.arguments import check_range
 from hf_hybrid.cli import console
 from hf_hybrid.cli.options import OptionError
 
-HELP = "/reset forgets the conversation, /system TEXT sets a system message, /exit or Ctrl-D ends."
+HELP = (
+    "/reset forgets the conversation, /system TEXT sets a system message, /image FILE shows the next question an image "
+    "(if the model sees), /exit or Ctrl-D ends."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +66,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return model and tokenizer, ready to generate. Raises [`OptionError`]."""
+    """Return model and tokenizer, or processor if it sees, ready to generate. Raises [`OptionError`]."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
     from hf_hybrid.export.gguf import quiet_reading
 
@@ -77,11 +80,13 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     weights = {**options, "gguf_file": files[0].name} if files else options
     # A GGUF file has a tokenizer too, but not its chat template.
     of_tokenizer = options if (folder / "tokenizer_config.json").is_file() else weights
-    loader: Any = AutoModelForCausalLM
+    sees = any((folder / file).is_file() for file in ("processor_config.json", "preprocessor_config.json"))
+    loader: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    reader: Any = AutoProcessor if sees else AutoTokenizer
     try:
-        if (path / "adapter_config.json").is_file():
+        if (path / "adapter_config.json").is_file() and not sees:
             from peft import AutoPeftModelForCausalLM as loader
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, **of_tokenizer)
+        tokenizer: Any = reader.from_pretrained(name, **of_tokenizer)
         with quiet_reading():
             model: Any = loader.from_pretrained(name, dtype=args.dtype, **weights)
     except Exception as error:  # whatever a broken file leads to
@@ -101,31 +106,40 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _talk(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
     """Answer each line, until one asks for the end."""
+    sees, images = hasattr(tokenizer, "image_processor"), []
+    says = lambda role, text, shown=(): {  # noqa: E731
+        "role": role, "content": [*shown, {"type": "text", "text": text}] if sees else text,
+    }  # fmt: skip
     system, messages = args.system, []
     while (line := input("> ").strip()) not in ("/exit", "/quit"):
         word, _, rest = line.partition(" ")
         if word in ("/reset", "/system"):
-            system, messages = rest.strip() if word == "/system" else system, []
+            system, messages, images = rest.strip() if word == "/system" else system, [], []
+        elif word == "/image" and sees and Path(rest.strip()).expanduser().is_file():
+            images.append({"type": "image", "path": str(Path(rest.strip()).expanduser())})
+        elif word == "/image":
+            console.print_line(f"There is no file `{rest.strip()}`." if sees else "The model does not see.")
         elif word.startswith("/") and word[1:].isalpha():
             console.print_line(HELP)
         elif line:
-            messages.append({"role": "user", "content": line})
-            first = [{"role": "system", "content": system}] if system else []
+            messages.append(says("user", line, images))
+            first, images = [says("system", system)] if system else [], []
             answer = _answer(model, tokenizer, first + messages, args)
-            messages.append({"role": "assistant", "content": answer})
+            messages.append(says("assistant", answer))
 
 
-def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], args: argparse.Namespace) -> str:
+def _answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], args: argparse.Namespace) -> str:
     """Write the answer to a conversation as it is generated, and return it."""
     import torch
     from jinja2 import TemplateError
     from transformers import TextStreamer
 
-    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True, "tokenize": True}
     try:
         inputs = tokenizer.apply_chat_template(messages, **options).to(model.device)
     except TemplateError as error:  # some templates take no system message
         raise OptionError(f"The chat template cannot format the conversation: {error}") from error
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     length = inputs["input_ids"].shape[1]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limit = min(args.max_new_tokens, positions - length) if positions else args.max_new_tokens

@@ -323,14 +323,18 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
         print_fact("" if per_second else "speed", f"the device computed in {share:.0%} of the time")
     if text := _saved_work(summary):
         print_fact("saved", text)
+    if total := summary.get("images"):
+        shared = summary["images_shared"]
+        print_fact("images", f"{shared:,} of {total:,} ({shared / total:.0%}) were shared, and not encoded again")
     if summary.get("leaps_made"):
         print_fact("leaps", f"{summary['leaps_made']}, which replaced {plural(summary['predicted_steps'], 'step')}")
     adapters = (Path(trainer.args.output_dir) / "adapter_config.json").is_file()
     print_fact("model", folder + (" (adapters)" if adapters else ""), unwrapped=True)
+    images = hasattr(trainer.processing_class, "image_processor")
     answers = trainer.model.get_output_embeddings() is not None  # a reward model scores
     commands = [f"chat {folder}"] if answers and getattr(trainer.processing_class, "chat_template", None) else []
     commands += [f"report {folder}"]
-    commands += [f"export {folder} --format {'merged' if adapters else 'gguf-q8_0'}"] * answers
+    commands += [f"export {folder} --format {'merged' if adapters else 'gguf-q8_0'}"] * (answers and not images)
     for number, command in enumerate(commands):
         print_fact("" if number else "next", f"hf-hybrid {command}", unwrapped=True)
 

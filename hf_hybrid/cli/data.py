@@ -27,7 +27,7 @@ from typing import Any
 
 from hf_hybrid.cli import tokens
 from hf_hybrid.cli.formats import JSON, Source, convert_rows, rows_of
-from hf_hybrid.cli.loading import reason_of
+from hf_hybrid.cli.loading import reason_of, takes_images
 from hf_hybrid.cli.options import DataOptions, OptionError, Options, TextDataOptions
 from hf_hybrid.cli.tokens import Report
 
@@ -327,7 +327,8 @@ class Reader:
         self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None, config: Any = None
     ) -> tuple[Any, Any]:
         """Return the rows to train on, and those to evaluate on or `None`. Raises [`OptionError`]."""
-        data, sources = self.data, list(self.sources("dataset", tokenizer, report))
+        images = config is not None and takes_images(config) and self.command not in ("train", "reward")
+        data, sources = self.data, list(self.sources("dataset", tokenizer, report, images))
         if self.answers_only and not any(source.format.chats for source in sources):
             raise OptionError(
                 f"`--assistant_only_loss true` needs chats, and {sources[0].where} holds {sources[0].format.title}."
@@ -335,8 +336,9 @@ class Reader:
         parts = [self._tokenised(source, tokenizer, processes, report) for source in sources]
         if self.command == "sft" and not data.streaming:
             if more := sum(map(len, parts)) - sum(len(source.rows) for source in sources):
-                report("divided", f"{more:,} more rows: chats whose template renders an answer otherwise once others "
-                       "follow have one for each answer")  # fmt: skip
+                of = "with images" if sources[0].has_images else "whose template renders an answer otherwise once "
+                of += "others follow" * (not sources[0].has_images)
+                report("divided", f"{more:,} more rows: chats {of} have one for each answer")
         if data.dataset_weights is not None:
             report("mixture", self._mixture(parts))
         train_set, eval_set = mixed(parts, data.dataset_weights, self.seed), None
@@ -345,8 +347,10 @@ class Reader:
             train_set, eval_set = held_out(train_set, self.eval_share, self.seed)
             report("eval", f"{len(eval_set):,} of {total:,} rows, which are not trained on")
         elif self.evaluates:
-            eval_set = self.eval_set(tokenizer, report, processes)
-        if isinstance(data, TextDataOptions):
+            eval_set = self.eval_set(tokenizer, report, processes, images)
+        if any(source.has_images for source in sources):
+            tokens.report_images(train_set, self.command, self.answers_only is False, report)
+        elif isinstance(data, TextDataOptions):
             number = "" if data.streaming else f"{len(train_set):,} "
             report("loss on", f"all tokens of {number}sequences of {data.sequence_length:,}")
         elif self.command == "sft":
@@ -355,15 +359,20 @@ class Reader:
             tokens.report_learned(train_set, eval_set, self, learned, report, config)
         return train_set, eval_set
 
-    def eval_set(self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None) -> Any:
+    def eval_set(
+        self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None, images: bool = False
+    ) -> Any:
         """Return the rows to evaluate on alone; those to train on are not read where they do not decide."""
         if self.eval_share:
             return self.train_and_eval(tokenizer, report, processes)[1]
-        sources = list(self.sources("eval_dataset", tokenizer, report))
+        sources = list(self.sources("eval_dataset", tokenizer, report, images))
         return mixed([self._tokenised(source, tokenizer, processes, report) for source in sources], None, self.seed)
 
-    def sources(self, option: str, tokenizer: Any, report: Report) -> Iterator[Source]:
-        """Yield the data sets of an option in TRL's form; for `eval_dataset` without one a split of `dataset`."""
+    def sources(self, option: str, tokenizer: Any, report: Report, images: bool = False) -> Iterator[Source]:
+        """
+        Yield the data sets of an option in TRL's form, with `images` if the model takes them; for `eval_dataset`
+        without one a split of `dataset`.
+        """
         data, trains = self.data, option == "dataset"
         split = data.dataset_split if trains else data.eval_split or "train"
         for name in (data.dataset if trains or not data.eval_dataset else data.eval_dataset) or ():
@@ -372,7 +381,9 @@ class Reader:
             if trains and data.limit is not None:
                 rows = rows.take(data.limit) if data.streaming else rows.select(range(min(data.limit, len(rows))))
             how = (new_names(data.columns), data.system_prompt, bool(tokenizer.chat_template))
-            source = convert_rows(f"`--{option} {name}`", rows, self.command, *how)
+            path = Path(name).expanduser().resolve()
+            folder = (path if path.is_dir() else path.parent) if images else None
+            source = convert_rows(f"`--{option} {name}`", rows, self.command, *how, folder)
             number = "" if data.streaming else f", {len(source.rows):,} rows"
             report("data" if trains else "eval", f"{name}: {source.format.title}{number}{said}")
             if source.unread:
@@ -381,6 +392,14 @@ class Reader:
 
     def _tokenised(self, source: Source, tokenizer: Any, processes: int | None, report: Report) -> Any:
         """The rows of a data set as the trainer takes them."""
+        if source.has_images:  # the trainer's processor tokenises them, image by image
+            from datasets import Image, List
+
+            divides = self.command == "sft" and self.answers_only is not False
+            rows = tokens.by_answer(source) if divides and "messages" in source.columns else source.rows
+            if not hasattr(rows, "__len__"):  # which does not know its features
+                return rows.map(lambda row: {"images": [*map(Image().decode_example, row["images"])]})
+            return rows.cast_column("images", List(Image()))
         if self.command not in ("train", "sft") and not source.format.chats:
             return source.rows
         answers = self._answers(tokenizer) if self.command == "sft" else tokens.Answers(tokenizer, False, False)

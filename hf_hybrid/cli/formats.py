@@ -12,21 +12,25 @@ A row that does not have the form of the first one is refused with its number. R
 | grpo | `prompt`, and what the reward functions read |
 
 where a prompt, completion, chosen or rejected is a text, or a list of messages `{"role": ..., "content": ...}`, to
-which the chat template is applied. A new name of a column is a word in [`NAMES`]; a new form is a function that returns
-a [`Format`], and an entry in [`FORMATS`].
+which the chat template is applied. With images, all of these are messages whose content is a list of parts, and
+`images` has the images of the parts in their order. A new name of a column is a word in [`NAMES`]; a new form is a
+function that returns a [`Format`], and an entry in [`FORMATS`].
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import difflib
 import functools
+import io
 import itertools
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_hybrid.cli.loading import reason_of
@@ -51,7 +55,8 @@ NAMES = {
     "text": "text",
     "more": "input context",
     "system": "system system_prompt",
-    "pictures": "images image videos audios",
+    "images": "images image",
+    "media": "videos audios",
     "switch": "label weight train training loss_weight",
 }
 """
@@ -74,6 +79,12 @@ _OF_NOTES = re.compile(r"(^|_)(id|uu?id|name|source|category|type|split|date|url
 """Names of columns that are no part of what is learned."""
 _FORMATTED = re.compile(r"<[|\uff5c].{1,40}?[|\uff5c]>|<start_of_turn>|\[INST\]|(?i:assistant|response|answer):\s*\Z")
 """What a prompt has that is formatted already."""
+_PARTS = {"image": ("image", "path", "url"), "image_url": ("image_url",)}
+"""Parts of a message that are images, and the keys that one may have its own under."""
+_MARK = "\ufdd0"
+"""The place of such a part in a text: Unicode has no such letter."""
+_PLACE = re.compile(rf"\n?<image>\n?|{_MARK}")
+_SPEAKERS = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
 
 
 class FormatError(ValueError):
@@ -98,6 +109,7 @@ class Source(NamedTuple):
     columns: list[str]
     rows: Any
     unread: Sequence[str] = ()  # columns whose values are left out
+    has_images: bool = False  # `images` has those of the parts of messages
 
 
 class _Watched(dict):
@@ -195,11 +207,16 @@ def _message(message: Mapping[str, Any], column: str) -> dict[str, Any]:
     # A list is one of parts, which are texts or `{"type": "text", "text": ...}`, in LLaMA-Factory `"value": ...`.
     parts = content if isinstance(content, list) else [{"text": content}]
     parts = [part if isinstance(part, Mapping) else {"text": part} for part in parts]
+    text, what = "", f"the content of a message of `{name}` in `{column}`"
     for part in parts:
-        if part.get("type", "text") != "text":
-            raise FormatError(f"`{column}` has a message with a part of `{part['type']}`, and only text is trained on")
-    what = f"the content of a message of `{name}` in `{column}`"
-    text = "".join(_as_text(part.get("value") if part.get("text") is None else part["text"], what) for part in parts)
+        if (kind := part.get("type", "text")) in _PARTS:
+            text += _MARK
+            own = [part[key] for key in _PARTS[kind] if part.get(key)]
+            values |= {"images": [*values.get("images", ()), own[0]]} if own else {}
+        elif kind != "text":
+            raise FormatError(f"`{column}` has a message with a part of `{kind}`, and text and images are trained on")
+        else:
+            text += _as_text(part.get("value") if part.get("text") is None else part["text"], what)
     return {"role": role, "content": text, **values}
 
 
@@ -265,6 +282,85 @@ def _question(row: Row, column: str, chats: bool, alpaca: bool) -> list[dict[str
     roles = itertools.cycle(("user", "assistant"))
     chat = [{"role": role, "content": text} for role, text in zip(roles, [*before, text], strict=False)]
     return chat if chats else text
+
+
+# Images.
+
+
+def _has_images(row: Row) -> bool:
+    chats = [_listed(value) for value in row.values() if is_chat(value)]
+    parts = [part for chat in chats for message in chat for part in _several(message.get("content"))]
+    return any(row.get(name) for name in NAMES["images"]) or any(
+        isinstance(part, Mapping) and part.get("type") in _PARTS for part in parts
+    )
+
+
+def _several(value: Any) -> list[Any]:
+    return [one for one in (value if isinstance(value, list) else [value]) if one not in (None, "")]
+
+
+def _places(message: Row) -> int:
+    return len(_PLACE.findall(message["content"]))
+
+
+def _with_images(values: dict[str, Any], row: Row, folder: Path) -> dict[str, Any]:
+    """A converted row whose messages have parts, with its images in the order of their places."""
+    chats: dict[str, Any] = {
+        name: [{"role": _SPEAKERS[name], "content": side}] if isinstance(side, str) else side
+        for name, side in values.items()
+        if name in ("messages", *_SPEAKERS)
+    }
+    if not chats:
+        raise FormatError("it has images, which belong to messages, or to a `prompt` with an answer")
+    if "chosen" in chats and "prompt" not in chats:  # what both begin with
+        pairs = enumerate(zip(chats["chosen"], chats["rejected"], strict=False))
+        same = next((place for place, (one, other) in pairs if one != other), 0)
+        chats = {"prompt": chats["chosen"][:same], **{name: chat[same:] for name, chat in chats.items()}}
+    asked = chats["messages" if "messages" in chats else "prompt"]
+    given = [image for name in NAMES["images"] for image in _several(row.get(name))]
+    if not any(map(_places, asked)):  # as TRL, in front of what the user says first
+        first = next((message for message in asked if message["role"] == "user"), {"content": ""})
+        first["content"] = _MARK * (len(given) + len(first.get("images", ()))) + first["content"]
+    images, count, queue = [], sum(map(_places, asked)), iter(given)
+    for message in asked:
+        own = message.pop("images", [])
+        images += [*own, *itertools.islice(queue, max(_places(message) - len(own), 0))]
+    if len(images) != count or next(queue, None) is not None:
+        total = len(images) + len([*queue]) + (len(images) == count)
+        raise FormatError(f"its images are {total}, and the places for them in its messages (`<image>`) {count}")
+    for name, chat in chats.items():
+        for place, message in enumerate(chat):
+            if message["role"] == "assistant" and _places(message):
+                raise FormatError(f"`{name}` has a place for an image in an answer, and answers are text")
+            texts = [[{"type": "text", "text": text}] * bool(text) for text in _PLACE.split(message["content"])]
+            image = [{"type": "image", "text": None}]
+            parts = [part for text in texts for part in (*image, *text)][1:]
+            chat[place] = {**message, "content": parts}
+    others = {name: value for name, value in values.items() if name not in NAMES["images"]}
+    return {**others, **chats, "images": [_image(image, folder) for image in images]}
+
+
+def _image(value: Any, folder: Path) -> dict[str, Any]:
+    """An image as `datasets` stores it, whose beginning has been read."""
+    from PIL import Image
+
+    data = value
+    if isinstance(value, Mapping):
+        data = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
+    if isinstance(data, str) and re.match("(https?|ftp|s3|gs|hf)://", data):
+        raise FormatError(f"`{data:.80}` is not downloaded. Save the image beside the data, and name its file.")
+    if isinstance(data, str) and data.startswith("data:"):
+        data = base64.b64decode(data.partition(",")[2])
+    if not isinstance(data, (str, bytes)):
+        raise FormatError(f"an image is `{data!r:.40}`, neither a path nor bytes")
+    path = None if isinstance(data, bytes) else str(folder / Path(data).expanduser())
+    try:
+        Image.open(io.BytesIO(data) if path is None else path).close()
+    except FileNotFoundError:
+        raise FormatError(f"there is no image `{path}`") from None
+    except OSError as error:
+        raise FormatError(f"an image cannot be read: {error}") from None
+    return {"bytes": None if path else data, "path": path}
 
 
 # The forms.
@@ -537,11 +633,13 @@ def _proposed(command: str, columns: Sequence[str], first: Row) -> str:
 
 
 def convert_rows(
-    where: str, rows: Any, command: str, renamed: dict[str, str], system: str | None, template: bool
-) -> Source:
+    where: str, rows: Any, command: str, renamed: dict[str, str], system: str | None, template: bool,
+    folder: Path | None = None,
+) -> Source:  # fmt: skip
     """
     Return a data set in TRL's form, of which messages say `where` it is. Columns get new names by the old ones
-    (`renamed`), chats without a system message get `system`, and `template`: the tokenizer has a chat template.
+    (`renamed`), chats without a system message get `system`, and `template`: the tokenizer has a chat template. Paths
+    of images begin in `folder`, which is `None` for models that take none.
     """
 
     def with_number(convert: Callable[[Any], dict[str, Any]], row: Any, number: int) -> dict[str, Any]:
@@ -559,8 +657,22 @@ def convert_rows(
         values = {**{name: row.get(name) for name in kept}, **row_format.convert(row)}
         if row_format.chats:
             values = with_system(values, _text_if_any(row, *NAMES["system"]))
-        return with_system(values, system)
+        values = with_system(values, system)
+        if has_images and folder is not None:
+            return _with_images(values, row, folder)
+        found, advice = None, "Leave it out."
+        for name in filter(row.get, NAMES["images"] if command != "train" else ()):
+            found, advice = f"`{name}`", f"`--columns ignored={name}` reads the rows without them."
+        sides = [side for side in values.values() if isinstance(side, list)] if found is None else []
+        if any(_MARK in str(m.get("content")) for side in sides for m in side if isinstance(m, dict)):
+            found = "its messages"
+        if found:
+            why = f"`hf-hybrid {command}` trains models of text" if folder is None else "the first rows have none"
+            raise FormatError(f"it has images in {found}, and {why}. {advice}")
+        return values
 
+    for name, feature in (rows.features or {}).items() if folder is not None else ():
+        rows = rows if (plain := _undecoded(feature)) is None else rows.cast_column(name, plain)
     stored = rows.column_names or list(next(iter(rows), {}))  # of a stream that does not know them
     # A row of JSON need not have the columns of the first.
     heads = itertools.islice(rows, 1000 if JSON in stored else 1)
@@ -581,19 +693,24 @@ def convert_rows(
             f"an instruct model, or save a `chat_template.jinja` beside it{more if command == 'sft' else ''}."
         )
     kept = [name for name in row_format.kept if name in columns]
+    has_images = any(_has_images(rename(head)) for head in heads) or any(
+        "Image(" in str(feature) and renamed.get(name, name) in NAMES["images"]
+        for name, feature in (rows.features or {}).items()
+    )
     first = _Watched(rename(heads[0]), columns)
     columns = list(with_number(convert, first, 0))
     if lost := [name for name in wanted if name in first.unread and name in known]:
         raise OptionError(f"`--columns {lost[0]}=...`: {where} is read as {row_format.title}, without `{lost[0]}`.")
     each = functools.partial(with_number, lambda row: convert(rename(row)))
     options: dict[str, Any] = {"with_indices": True, "remove_columns": stored}
+    said = tuple(first.unread), has_images and folder is not None
     if not hasattr(rows, "__len__"):
-        return Source(where, row_format, columns, rows.map(each, **options), tuple(first.unread))
+        return Source(where, row_format, columns, rows.map(each, **options), *said)
     # A table takes its form from its first rows. Where others differ, all of them decide.
     for size in (1000, len(rows)):
         try:
             converted = rows.map(each, desc="Reading rows", writer_batch_size=size, **options)
-            return Source(where, row_format, columns, converted, tuple(first.unread))
+            return Source(where, row_format, columns, converted, *said)
         except OptionError:
             raise
         except Exception as error:
@@ -602,13 +719,11 @@ def convert_rows(
 
 
 def _check_row(row: dict[str, Any], command: str, form: Format | None = None) -> None:
-    """Refuse what must not be left out in silence: pictures, and rows that are marked as not to be learned."""
+    """Refuse what must not be left out in silence: media, and rows that are marked as not to be learned."""
     advice = "`--columns ignored={0}` reads the rows without it.".format
-    for name in NAMES["pictures"] if command != "train" else ():
+    for name in NAMES["media"] if command != "train" else ():
         if dict.get(row, name):
-            kind = "pictures" if name.startswith("image") else "media"
-            text = f"it has {kind} in `{name}`, and `hf-hybrid {command}` trains models of text"
-            raise FormatError(f"{text}. {advice(name)}")
+            raise FormatError(f"it has media in `{name}`, which no command trains on. {advice(name)}")
     columns = () if form is None else form.columns
     answers = command == "sft" and columns not in ((), ("text",)) or any(name in NAMES["messages"] for name in columns)
     for name in NAMES["switch"] if answers and command in ("sft", "train", "grpo") else ():
@@ -616,6 +731,15 @@ def _check_row(row: dict[str, Any], command: str, form: Format | None = None) ->
         if str(value).lower() == "false" or name != "label" and value in (0, "0"):
             kto = "That is what `hf-hybrid kto` takes; " * (name == "label")
             raise FormatError(f"`{name}` is `{value}`, and its answer would be learned. {kto}{advice(name)}")
+
+
+def _undecoded(feature: Any) -> Any:
+    """Images of `datasets`, or lists of them, as they are stored; `None` for all else."""
+    from datasets import Image, List
+
+    inner = getattr(feature, "feature", feature)
+    plain = Image(decode=False) if isinstance(inner, Image) else None
+    return plain if plain is None or inner is feature else List(plain)
 
 
 def _check_names(where: str, columns: Sequence[str], renamed: dict[str, str]) -> None:

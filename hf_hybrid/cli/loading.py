@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Generator
 from dataclasses import fields
 from pathlib import Path
@@ -127,15 +128,55 @@ def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
     with refusing(f"`--model {name}` cannot be loaded", remedy + "forbids it) unless it is cached."):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     is_encoder = any(architecture.endswith("MaskedLM") for architecture in getattr(config, "architectures", None) or ())
-    known = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
+    known = takes_images(config) or type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
     if getattr(config, "is_encoder_decoder", False) or is_encoder or not known:
         raise OptionError(
             f"`--model {name}` is no causal language model but a `{config.model_type}`. Train it in Python with "
             "`HybridTrainer`, which takes what `Trainer` takes."
         )
+    return config
+
+
+def takes_images(config: Any) -> bool:
+    """Whether a model of this config answers to images and text."""
+    from transformers import AutoModelForImageTextToText
+
+    return type(config) in AutoModelForImageTextToText._model_mapping
+
+
+def load_processor(options: ModelOptions, tokenizer: Any, trust_remote_code: bool, as_given: bool) -> Any:
+    """Load what prepares images for a model, with this tokenizer; `as_given`: with its chat template too."""
+    from transformers import AutoProcessor
+
+    name, revision = str(options.model), options.model_revision or "main"
+    with refusing(f"The data have images, and no processor for them can be loaded from `{name}`"):
+        processor: Any = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    if not hasattr(processor, "image_processor"):
+        raise OptionError(f"The data have images, and `{name}` has no processor for them (`processor_config.json`).")
+    processor.tokenizer = tokenizer
+    if as_given or not processor.chat_template:
+        processor.chat_template = tokenizer.chat_template
+    return processor
+
+
+def check_text(config: Any, name: str) -> None:
+    """Refuse data without images for a model that has no way to train on text alone, and say it of one that has."""
+    from transformers import AutoModelForCausalLM
+
+    if takes_images(config) and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise OptionError(
+            f"`--model {name}` is no causal language model but a `{config.model_type}`, which takes images, and the "
+            "data have none in `images` or `image`. Train it on text in Python with `HybridTrainer`."
+        )
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         logger.warning("`%s` takes images or sounds too. Only its text is trained on.", name)
-    return config
+
+
+def around_images(model: Any) -> str:
+    """Return a pattern of the names of all modules that are outside of the language model."""
+    decoder = model.get_decoder()
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    return rf"(?!{re.escape(name)}\.).*"
 
 
 def check_sizes(config: Any, name: str, vocabulary: int, sequence_length: int) -> None:
@@ -210,23 +251,27 @@ def make_repository(name: str, option: str, folder: str, how: dict[str, Any]) ->
         create_repo(name, exist_ok=True, **how)
 
 
-def load_model(options: Options, config: Any, adapter: Path | None = None) -> Any:
+def load_model(options: Options, config: Any, adapter: Path | None = None, images: bool = False) -> Any:
     """
-    Load the model of a config, with the trained adapters of a folder (`adapter`) or without any. The caller has set the
-    seed that random weights are drawn with. An `ImportError` says what to install for quantisation.
+    Load the model of a config, with the trained adapters of a folder (`adapter`) or without any, and with what encodes
+    `images`. The caller has set the seed that random weights are drawn with. An `ImportError` says what to install for
+    quantisation.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     from hf_hybrid.export.source import shard_names
 
     scores = options.command is REWARD
     if scores:
         config.num_labels = 1
-    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if scores else kind
     model, adapters, args, name = options.model, options.adapters, options.config, str(options.model.model)
     if model.qat == "bitnet" and adapters.use_peft:
         raise OptionError("`--qat bitnet` trains all weights, and `--peft` freezes them. Leave one out.")
+    if not images:
+        check_text(config, name)
     dtype = model.dtype or ("auto" if adapters.use_peft else "float32")
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "dtype": dtype}
     if model.attn_implementation is not None:

@@ -275,6 +275,8 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
     """
     from transformers import EarlyStoppingCallback, default_data_collator, set_seed
 
+    from hf_hybrid.config import was_given
+
     command, args = options.command, options.config
     check_output(args.output_dir)
     check_options(options)
@@ -286,6 +288,7 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         adapters.task_type = "SEQ_CLS"
     with args.main_process_first(desc="loading the tokenizer"):
         config = loading.read_config(options.model, options.trust_remote_code)
+        own_template = getattr(args, "chat_template_path", None) is not None
         tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
     loading.check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
     reader = Reader.of(options)
@@ -298,6 +301,12 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
     with args.main_process_first(desc="reading the data"):
         processes = getattr(args, "dataset_num_proc", None)
         train_set, eval_set = reader.train_and_eval(tokenizer, console.print_fact, processes, config)
+        images, processing = "images" in (train_set.column_names or next(iter(train_set))), tokenizer
+        if images:
+            processing = loading.load_processor(options.model, tokenizer, options.trust_remote_code, own_template)
+            if not was_given(args, "max_length") and getattr(args, "max_length", None) is not None:
+                args.max_length = None
+                console.print_fact("max_length", "none: rows with images are not cut, unless you set it")
         if command is GRPO and loading.learns_positions(config) and not options.data.streaming:
             tokens.check_prompts(train_set, tokenizer, config, args.max_completion_length or 0)
     more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
@@ -310,9 +319,13 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         console.print_fact("rewards", text)
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
-        model = loading.load_model(options, config, adapter)
+        model = loading.load_model(options, config, adapter, images)
+    if images and adapters is not None and adapters.target_modules == "all-linear":
+        adapters.exclude_modules = loading.around_images(model)
+        console.print_fact("adapters", "on the language model; what encodes images stays as it is")
     if command is SFT:
         args.assistant_only_loss = False  # done: the labels say it
+    if command is SFT and not images:
         tokens.warn_of_traps(train_set, tokenizer, model)
     if command is TRAIN:
         # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
@@ -323,7 +336,7 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
     if command in (DPO, KTO) and adapters is None and adapter is None and not args.precompute_ref_log_probs:
         more["ref_model"] = copy.deepcopy(model)  # TRL would load the model again by its name
     trainer = imported(command.trainer)(
-        model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer, **more
+        model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=processing, **more
     )
     if "learning_rate" in options.defaulted:
         from hf_hybrid.run.adapters import reward_rate
@@ -335,7 +348,7 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
     if command is DPO:
         tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
     shown = trainer.train_dataset if command in (DPO, KTO, REWARD) else train_set
-    tokens.show_rows(shown, options.data.show_rows, tokenizer, reader, console.print_fact)
+    tokens.show_rows(shown, options.data.show_rows, processing, reader, console.print_fact)
     return trainer, reader
 
 

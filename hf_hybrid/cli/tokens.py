@@ -254,6 +254,27 @@ def _encoded(
             yield from encode(dict(zip(batch, values, strict=True)))
 
 
+def by_answer(source: Any) -> Any:
+    """
+    Return chats with images as prompts with completions, a row for each answer that is learned. Rows of a chat begin
+    alike, so that with `share_rows` what they have in common is computed once.
+    """
+
+    def of_batch(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
+        found: dict[str, list] = {"prompt": [], "completion": [], "images": []}
+        for chat, images in zip(batch["messages"], batch["images"], strict=True):
+            for place, message in enumerate(chat):
+                switched_on = all(message.get(switch) in (None, 1) for switch in SWITCHES)
+                if place and message["role"] == "assistant" and switched_on:
+                    seen = [part for asked in chat[:place] for part in asked["content"] if part["type"] == "image"]
+                    found["prompt"].append(chat[:place])
+                    found["completion"].append([message])
+                    found["images"].append(images[: len(seen)])
+        return found
+
+    return _mapped(source, of_batch, 100)
+
+
 def _mapped(
     source: Any, of_batch: Callable[..., dict[str, list]], size: int = 1000, processes: int | None = None
 ) -> Any:
@@ -304,8 +325,22 @@ def report_hidden(source: Any, answers: Answers, report: Report) -> None:
         report("not shown", f"{said}: the chat template has no place for them{calls}")
 
 
+def report_images(rows: Any, command: str, whole: bool, report: Report) -> None:
+    """Say how many images rows have, and of SFT what is learned: `whole` chats, or answers alone."""
+    if hasattr(rows, "__len__"):
+        if not len(rows):
+            raise OptionError("No row has an answer behind what is asked.")
+        sizes = _sizes(rows, "images")
+        if command == "grpo" and not all(sizes):
+            raise OptionError("Some prompts have images and others none, and TRL samples no completions of both.")
+        report("images", f"{sum(sizes):,} in {len(sizes):,} rows")
+    if command == "sft":
+        report("loss on", "whole conversations" if whole and "messages" in rows.column_names else "answers alone")
+
+
 def show_rows(rows: Any, count: int, tokenizer: Any, reader: Any, report: Report) -> None:
     """Tell the first rows as the model sees them, cut as it gets them: lines behind `>` are learned."""
+    processor, tokenizer = tokenizer, getattr(tokenizer, "tokenizer", tokenizer)
     answers, length = Answers(tokenizer, False, False), reader.max_length
     for number, row in enumerate(itertools.islice(rows, count), 1):
         asked, names = row.get("prompt_ids", []), ("chosen", "rejected", "completion")
@@ -313,6 +348,8 @@ def show_rows(rows: Any, count: int, tokenizer: Any, reader: Any, report: Report
         pieces = {name: (asked + ids, [False] * len(asked) + [True] * len(ids)) for name, ids in sides.items()}
         if "input_ids" in row:
             pieces = {"": (row["input_ids"], [label >= 0 for label in row["labels"]])}
+        elif "images" in row:
+            pieces, length = _with_places(row, processor, names), None
         elif not pieces:
             pieces = {"": (answers.prompt(row), itertools.repeat(False))}
         for side, piece in pieces.items():
@@ -320,7 +357,9 @@ def show_rows(rows: Any, count: int, tokenizer: Any, reader: Any, report: Report
             kept = whole[-length:] if length and reader.keep_end else whole[:length]
             cut = f", cut from {len(whole):,}" if len(kept) < len(whole) else ""
             learned = sum(learn for _, learn in kept)
-            report(f"row {number}", f"{side}{': ' * bool(side)}{len(kept):,} tokens{cut}, {learned:,} learned")
+            images = len(row.get("images", ()))
+            seen = f" and {images} image{'s' * (images > 1)}" * bool(images)
+            report(f"row {number}", f"{side}{': ' * bool(side)}{len(kept):,} tokens{seen}{cut}, {learned:,} learned")
             lines = [
                 ("|>"[learn], line)
                 for learn, part in itertools.groupby(kept, key=lambda pair: pair[1])
@@ -331,6 +370,21 @@ def show_rows(rows: Any, count: int, tokenizer: Any, reader: Any, report: Report
                 lines = [*lines[:SHOWN_LINES], left, *lines[-SHOWN_LINES:]]
             for mark, line in lines:
                 report(mark, line)
+
+
+def _with_places(row: dict[str, Any], processor: Any, names: Sequence[str]) -> dict[str, Piece]:
+    """The sides of a row with images, an image as the one place that the chat template writes for it."""
+
+    def ids(messages: list[dict], *, start: bool = False) -> list[int]:
+        text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=start)
+        return processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    if "messages" in row:
+        return {"": (found := ids(row["messages"]), [True] * len(found))}
+    asked = ids(row["prompt"], start=True)
+    sides = {name: ids(row["prompt"] + row[name]) for name in names if name in row} or {"": asked}
+    starts = {name: _common(asked, side) for name, side in sides.items()}
+    return {name: (side, [n >= starts[name] for n in range(len(side))]) for name, side in sides.items()}
 
 
 def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report: Report, config: Any = None) -> None:

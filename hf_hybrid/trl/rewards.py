@@ -54,7 +54,9 @@ def text_of(completion: Any) -> str:
     """Return the text of a completion, which TRL gives as a text or as messages."""
     if isinstance(completion, str):
         return completion
-    return "".join(str(message.get("content") or "") for message in completion)
+    contents = [message.get("content") or "" for message in completion]
+    parts = [[content] if isinstance(content, str) else content for content in contents]
+    return "".join(p if isinstance(p, str) else p.get("text") or f"<{p['type']}>" for part in parts for p in part)
 
 
 def normalised(text: str) -> str:

@@ -341,6 +341,8 @@ class PromptRows(Exchange):
     tokens_of: Callable[[list], list[list[int]] | None]
 
     def rows_foreseen(self, batch: Any) -> Rows | None:
+        if "images" in batch[0] or "image" in batch[0]:  # the same tokens stand for other images
+            return None
         if (prompts := self.tokens_of([row["prompt"] for row in batch])) is None:
             return None
         ids = [torch.tensor(row).flip(0) for row in prompts]

@@ -813,9 +813,9 @@ WRONG = [
     ("sft", ["--dataset", "broken.jsonl"], "`--dataset broken.jsonl`, row 1: it is no JSON (Expecting"),
     ("sft", ["--dataset", "late_broken.jsonl"], "`--dataset late_broken.jsonl`, row 2: it is no JSON"),
     ("sft", ["--dataset", "wide.csv"], "cannot be read as csv: its first row has more fields than the 2 names above"),
-    ("sft", ["--dataset", "images.jsonl"], "row 1: `messages` has a message with a part of `image_url`, and only text"),
+    ("sft", ["--dataset", "images.jsonl"], "row 1: it has images in its messages, and `hf-hybrid sft` trains models"),
     ("sft", ["--dataset", "weights.jsonl"], "row 1: `messages` has a message whose `weight` is `0.5`, not 0 or 1"),
-    *((command, ["--dataset", "pictures.jsonl", *more], f"has pictures in `images`, and `hf-hybrid {command}` trains")
+    *((command, ["--dataset", "pictures.jsonl", *more], f"has images in `images`, and `hf-hybrid {command}` trains")
       for command, more in (("sft", []), ("dpo", []), ("grpo", ["--reward", "exact_match"]))),
     ("dpo", ["--dataset", "half.jsonl"], "it has `prompt`, `chosen`, and no `rejected`"),
     ("sft", ["--dataset", "header.csv"], "`--dataset header.csv` holds no rows"),
