@@ -171,8 +171,8 @@ def results_() -> str:
             f"{times(images['prefill'], 2)} times (prefill of 8 completions) fewer CPU seconds than TRL; images that "
             f"no rows share: {times(images['sft apart'], 2)}",
             "as SFT; the pixels of a batch are hashed on the host",
-            "a Qwen2-VL of 96M random weights, 256 tokens an image, one step a round, three rounds of SFT and one of the "
-            "others, one busy CPU thread",
+            "a Qwen2-VL of 96M random weights, 256 tokens an image, one step a round, three rounds of SFT and one of "
+            "the others, one busy CPU thread",
         ],
         [
             "[mixtures, layers with a state](exact_skips.md#mixtures-of-experts)",
