@@ -64,7 +64,7 @@ LIMITS = {
     "a plain save": {"files": 5, "changes": 40, "depth": 9, "calls": 89},
     "a save with leaps": {"files": 14, "changes": 77, "depth": 12, "calls": 413},
     "options to parts": {"files": 15, "stays": 34},
-    "a command to its trainer": {"files": 12, "stays": 27},
+    "a command to its trainer": {"files": 12, "stays": 28},
     "circles of files": {"circles": 0},
 }
 """What a number is at most. A change that shortens a journey lowers its limits here."""

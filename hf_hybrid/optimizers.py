@@ -416,7 +416,7 @@ def _ends(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def ask(model: nn.Module, question: str) -> nn.Module | None:
-    """Return the result of `get_input_embeddings` or `get_output_embeddings`, if the model has it."""
+    """Return the result of `get_input_embeddings`, `get_output_embeddings` or `get_decoder`, if the model has it."""
     try:
         return getattr(model, question)()
     except (AttributeError, NotImplementedError):

@@ -31,7 +31,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
@@ -45,6 +46,7 @@ from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.streaming.graphs import computed_otherwise, kept_twice
+from hf_hybrid.streaming.layers import base_model
 from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
@@ -170,14 +172,19 @@ def sequences_in(batch: Any, blocks: int = 1) -> int:
     raise UnsplittableBatchError("The batch holds no tensor with rows.")
 
 
-def split_batch(batch: Mapping[str, Any], most: int, blocks: int = 1) -> list[dict[str, Any]]:
+def split_batch(
+    batch: Mapping[str, Any], most: int, blocks: int = 1, model: nn.Module | None = None
+) -> list[dict[str, Any]]:
     """
-    Cut a batch into parts of at most `most` sequences, in their order. With one block nothing is copied.
+    Cut a batch into parts of at most `most` sequences, in their order. With one block nothing is copied, but images:
+    which are of which sequence is known of a `model` whose rows with images are shared (rows/images.py).
 
     Cut are tensors, lists and tuples with one entry per sequence (or per sequence and block), also inside dictionaries.
     Numbers, strings and tensors of one row, which hold for all sequences, go into every part. Raise
-    [`UnsplittableBatchError`] for anything else: images packed into rows of patches, for example.
+    [`UnsplittableBatchError`] for anything else.
     """
+    if model is not None and (parts := _with_their_images(batch, most, blocks, model)) is not None:
+        return parts
     count = sequences_in(batch, blocks)
     bounds = [(first, min(first + most, count)) for first in range(0, count, most)]
 
@@ -198,10 +205,32 @@ def split_batch(batch: Mapping[str, Any], most: int, blocks: int = 1) -> list[di
     return [{name: part(value, start, stop, name) for name, value in batch.items()} for start, stop in bounds]
 
 
-def parts_of(batch: Any, most: int | None, blocks: int = 1) -> list:
+def _with_their_images(batch: Mapping[str, Any], most: int, blocks: int, model: nn.Module) -> list[dict] | None:
+    """Return the parts of a batch with images; `None` of another one, and where each sequence has one image."""
+    from hf_hybrid.rows.images import NAMES, Images, encoder_of
+    from hf_hybrid.rows.tree import Batch
+
+    encoder = encoder_of(base_model(model))
+    if encoder is None or batch.get("pixel_values") is None or "input_ids" not in batch:
+        return None
+    ids, images = batch["input_ids"], Images()
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    coded = images.coded(encoder, batch, Batch(ids.cpu(), mask.cpu(), ids))
+    if isinstance(coded, str):
+        if len(batch["pixel_values"]) == len(ids) and (ids == encoder.config.image_token_id).any(1).all():
+            return None
+        raise UnsplittableBatchError(f"{coded[0].upper()}{coded[1:]}.")
+    rows = split_batch({"codes": coded.ids, "mask": coded.mask}, most, blocks)
+    parts = split_batch({name: value for name, value in batch.items() if name not in NAMES}, most, blocks)
+    return [part | send_to_device(images.padded(**of_part), ids.device) for part, of_part in zip(parts, rows)]
+
+
+def parts_of(batch: Any, most: int | None, blocks: int = 1, model: nn.Module | None = None) -> list:
     """Return the batch in parts of at most `most` sequences, or whole if it has no more or cannot be split."""
     try:
-        return [batch] if most is None or sequences_in(batch, blocks) <= most else split_batch(batch, most, blocks)
+        if most is None or sequences_in(batch, blocks) <= most:
+            return [batch]
+        return split_batch(batch, most, blocks, model)
     except UnsplittableBatchError:
         return [batch]
 
@@ -337,7 +366,7 @@ class OutOfMemoryRecovery(Part):
         """Return the parts that are computed at a time, each with its share of the micro-batch."""
         if self.policy.micro_batch_size is None:
             return [(batch, 1.0)]
-        parts = parts_of(batch, self.policy.micro_batch_size, self.blocks)
+        parts = parts_of(batch, self.policy.micro_batch_size, self.blocks, self.trainer.model)
         sizes = [1] if len(parts) == 1 else [sequences_in(part, self.blocks) for part in parts]
         return [(part, size / sum(sizes)) for part, size in zip(parts, sizes)]
 
@@ -480,7 +509,7 @@ class OutOfMemoryRecovery(Part):
         try:
             size = max(sequences_in(batch, self.blocks) for batch in self._batches)
             for batch in self._batches if size > 1 else ():
-                split_batch(batch, 1, self.blocks)
+                split_batch(batch, 1, self.blocks, trainer.model)
             if size > trainer._train_batch_size and not self._laid_out:
                 # Rows in an order that only the trainer's loss knows, pairs for example.
                 raise UnsplittableBatchError(f"It has {size} rows for {trainer._train_batch_size} examples.")

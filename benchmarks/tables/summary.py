@@ -130,6 +130,7 @@ def results_() -> str:
     lowest, highest = rule_over_best()[0], rule_over_best()[-1]
     streamed, resident = (peak("8b", mode, 16384) for mode in ("stream-8bit", "resident-8bit"))
     own = {row["arm"]: row for row in all_lines("speedup", "overhead")}
+    images = {row["case"]: row["ratio"] for row in all_lines("skips", "images")}
     small, int8, sweeps = exported("reordered", "gguf-q4_m"), exported("smollm2", "int8"), searched()
     s = elsewhere_s()
     saves = [stopped(size, "off, behind")[1] for size in ("135M", "27M")]
@@ -161,6 +162,17 @@ def results_() -> str:
             "times fewer CPU seconds than TRL; the head scores padding as before",
             "two forward passes at the start",
             "SmolLM2-135M, all weights, 3 steps each, one CPU thread",
+        ],
+        [
+            "[images](sft.md#images)",
+            "`rows/`, `trl/`",
+            "an image once in a window, and what follows it as text",
+            f"{times(images['sft'], 2)} (4 questions an image), {times(images['dpo'], 2)} (a pair) and "
+            f"{times(images['prefill'], 2)} times (prefill of 8 completions) fewer CPU seconds than TRL; images that "
+            f"no rows share: {times(images['sft apart'], 2)}",
+            "as SFT; the pixels of a batch are hashed on the host",
+            "a Qwen2-VL of 96M random weights, 256 tokens an image, one step a round, three rounds of SFT and one of "
+            "the others, one busy CPU thread",
         ],
         [
             "[mixtures, layers with a state](exact_skips.md#mixtures-of-experts)",

@@ -28,6 +28,8 @@ DEFAULTS = {
     "gradient_accumulation_steps": 1, "offload_activations": False, "base_precision": "same",
 }  # fmt: skip
 """Options that a printed command need not have."""
+OF_COMMANDS = {*LENGTHS.values(), "model", "dtype", "peft", "lora_r", "lora_target_modules", "qat"}
+"""Those that no config of a trainer has, or that would cut images."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +86,7 @@ class _Report:
     def __init__(self, args: argparse.Namespace):
         from hf_hybrid.machine import device_memory
         from hf_hybrid.plan.accounting import host_memory
-        from hf_hybrid.plan.models import lora_config
+        from hf_hybrid.plan.models import lora_config, takes_images
         from hf_hybrid.plan.planner import Planner, recommended
         from hf_hybrid.plan.setups import with_context
         from hf_hybrid.plan.ways import KINDS, parse_size
@@ -112,6 +114,9 @@ class _Report:
             enable_predict=args.enable_predict,
             accelerator="cuda",
         )
+        self.sees = takes_images(self.planner.config)
+        if self.sees and args.output is not None:
+            raise ValueError(f"`--output` is for commands, and `{args.model}` takes images, which Python trains.")
         of_trl, can_stream = args.task != "train", args.task in ("train", "sft")
         self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, own_loss=of_trl, can_stream=can_stream)
         self.best = {kind: recommended(self.plans, kind) for kind in kinds}
@@ -202,12 +207,15 @@ class _Report:
             "assumed; or what is missing. *: not exact AdamW: rounded states, or a rounded base. Attention is fused, "
             "and batches are not padded."
         )
+        text += " Half of the tokens stand for images, which the encoder computes." * self.sees
         text += " What generation holds is not counted." * (self.args.task == "grpo")
         text += ' Plans with adapters need peft: pip install "hf-hybrid[peft]"' * (not self.with_peft)
         return textwrap.fill(text, terminal_width()) + "\n"
 
     def _recommended(self) -> str:
-        lines = [f"Best of each kind for `hf-hybrid {self.args.task}`:"]
+        config = "HybridConfig" if self.args.task == "train" else f"Hybrid{self.args.task.upper()}Config"
+        begin = config if self.sees else f"hf-hybrid {self.args.task}"  # commands train on text alone
+        lines = [f"Best of each kind for `{begin}`:"]
         for kind, plan in self.best.items():
             if plan is None:
                 least = min((plan for plan in self.plans if plan.way.kind == kind), key=lambda plan: plan.shortfall)
@@ -220,11 +228,13 @@ class _Report:
                 f"{self.title(plan)}, {plan.peak_device_bytes / GIB:.2f} GiB{exact}", terminal_width()
             )
             options = {name: value for name, value in self._options(plan).items() if DEFAULTS.get(name) != value}
-            words = [f"hf-hybrid {self.args.task}", *(f"--{name} {_word(value)}" for name, value in options.items())]
-            text = " ".join(word.replace(" ", "\0") for word in [*words, DATA[self.args.task]])  # no break within
+            words = [begin, *(f"--{name} {_word(value)}" for name, value in options.items()), DATA[self.args.task]]
+            if self.sees:
+                words = [f"{name}={value!r}," for name, value in options.items() if name not in OF_COMMANDS]
+            text = " ".join(word.replace(" ", "\0") for word in words)  # no break within
             how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * 4}
             command = textwrap.wrap(text, terminal_width() - 2, initial_indent="  ", **how)
-            lines.append(" \\\n".join(command).replace("\0", " "))
+            lines.append((" \\\n" if not self.sees else "\n").join(command).replace("\0", " "))
         if not any(self.best.values()):
             lines.append("Nothing fits, in micro-batches of one sequence neither. Lower --sequence_length.")
         return "\n".join(lines) + "\n"

@@ -178,9 +178,10 @@ def check_folder(line: CommandLine) -> None:
     """Refuse a folder that has another run, unless the options say what to do with that. The same run goes on."""
     folder = Path(next(iter(line.early("output_dir")["output_dir"]), "trainer_output"))  # as transformers calls it
     states = [path for path in folder.glob("checkpoint-*/trainer_state.json")]
+    if not (states or (folder / "trainer_state.json").is_file()):
+        return
     begins, own = line.early("resume_from_checkpoint")["resume_from_checkpoint"], line.note()
-    is_dry = own["options"].pop("dry_run", ["false"]) != ["false"]
-    if begins or is_dry or not (states or (folder / "trainer_state.json").is_file()):
+    if begins or own["options"].pop("dry_run", ["false"]) != ["false"]:
         return
     try:
         noted = as_dict(json.loads((folder / COMMAND_NOTE).read_text(encoding="utf-8")))

@@ -258,6 +258,7 @@ class Estimator:
             for category in TRACED:
                 away = parked if category == "activations" else 0
                 table.add(category, "device", max(peak.get(category) - away, 0))
+            table.add("activations", "device", self._waiting(setup, 1))
             table.add("states", "device", states - math.ceil(shape.total.muon * per.stored.trainable))
             table.add("buffers", "device", setup.workspaces(False))
             per.add_leaps(table, shape.total)
@@ -271,8 +272,12 @@ class Estimator:
         place = (resident_layers, stream_embeddings)
         graph = self._graph(setup) if setup.kept_graphs else 0
         step = StreamedStep(self.shape, setup, self._activations(setup), *place, self._adapter_copies(setup), graph)
-        traced = self.tracer is not None
-        return Plan(setup, self.shape, "streamed", *place, step.table(), traced=traced, parked=step.parked)
+        traced, table = self.tracer is not None, step.table()
+        table.add("activations", "device", self._waiting(setup, setup.micro_batches_in_flight))
+        return Plan(setup, self.shape, "streamed", *place, table, traced=traced, parked=step.parked)
+
+    def _waiting(self, setup: Setup, computed: int) -> int:
+        return 0 if self.tracer is None else self.tracer.waiting(setup, computed)
 
     def _adapter_copies(self, setup: Setup) -> int:
         """Bytes of the 16-bit copies in which the trainer multiplies adapters, and of their gradients in fp32."""

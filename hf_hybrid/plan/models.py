@@ -11,8 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import constants
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -33,17 +43,22 @@ def read_config(model: str | Path | PreTrainedConfig | nn.Module) -> PreTrainedC
         why = "it is an encoder-decoder model"
     elif kind in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         why = "it is an encoder, which is trained on masked tokens"
-    elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING and not takes_images(config):
         why = "transformers has no causal language model for it"
     if why is not None:
         raise ValueError(
             f"`model`: `{name}` ({config.model_type}) cannot be planned: {why}. Plans are for decoder-only language "
-            "models that `AutoModelForCausalLM` builds."
+            "models that `AutoModelForCausalLM` or `AutoModelForImageTextToText` builds."
         )
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ValueError(f"`model`: `num_hidden_layers={layers}` is over {MOST_LAYERS}. Correct the config.")
     return copy.deepcopy(config)
+
+
+def takes_images(config: PreTrainedConfig) -> bool:
+    """Whether a model is built with its image encoder, as it has no other class."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _load(model: str | Path) -> PreTrainedConfig:
@@ -79,9 +94,10 @@ def _first_line(error: BaseException) -> str:
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model of a config with all its layers on the meta device."""
+    loader: Any = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+            return loader.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except Exception as error:  # whatever a model's constructor makes of absurd sizes
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise ValueError(f"`model`: no `{config.model_type}` can be built from this config ({reason}).") from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,8 +18,10 @@ from hf_hybrid.machine import copies_beside, device_memory, mixed_precision_of, 
 from hf_hybrid.optimizers import has_adapters, optimizer_name, split_parameters
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, refuse
+from hf_hybrid.plan.images import SomeImages, encoder_of
 from hf_hybrid.plan.setups import MARGIN, Setup, with_context
 from hf_hybrid.plan.trace import Tracer
+from hf_hybrid.run.run import RandomStates
 from hf_hybrid.run.trainer_view import TrainerView, own_losses, unknown_loss
 from hf_hybrid.streaming.layers import decoder_layers, find_layers, layers_on_host
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
@@ -33,6 +35,7 @@ class PlannedTrainer(TrainerView, Protocol):
 
     more_inputs: Mapping[str, Any]
     blocks_of_rows: int
+    data_collator: Any
 
 
 class LeapBuffers(NamedTuple):
@@ -46,6 +49,8 @@ HOST_SHARE = 0.9
 """Share of the free host memory that a step on a CPU may take before layers are recomputed. Assumed, not measured."""
 SAMPLED_LENGTHS = 256
 """Sequences of the data, evenly spread, the longest of which is planned for."""
+SAMPLED_IMAGES = 8
+"""The same where a collator has to prepare images."""
 
 
 def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBuffers) -> tuple[Estimator, Setup]:
@@ -69,8 +74,9 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
     if reason is not None:  # streamed ones too
         decided.setdefault("kept_graphs", 0)
     most = len(shape.layers)  # more could not be kept or fetched, and each takes a buffer
+    length, images = sampled(trainer)
     setup = Setup(
-        sequence_length=sequence_length(trainer),
+        sequence_length=length,
         batch_size=args.per_device_train_batch_size * trainer.blocks_of_rows,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         vram=with_context(device_memory(args.device)) if vram is None and on_gpu else vram,
@@ -93,7 +99,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         **decided,
     )
     setup = dataclasses.replace(setup, prefetch_layers=min(setup.prefetch_layers, most))
-    return Estimator(shape, Tracer.of(model, **trainer.more_inputs)), setup
+    return Estimator(shape, Tracer.of(model, images=images, **trainer.more_inputs)), setup
 
 
 def checkpointing(args: TrainingArguments) -> bool | str:
@@ -142,16 +148,35 @@ def updates_in_backward(trainer: TrainerView) -> bool:
     return not (clips or retries or trainer.has_phases)
 
 
-def sequence_length(trainer: TrainerView) -> int:
-    """Return the longest of some training sequences. If they cannot be read, 1024 or the model's maximum."""
+def sampled(trainer: PlannedTrainer) -> tuple[int, SomeImages | None]:
+    """
+    Return the longest of some training sequences, and its images: where rows are not tokens yet, of a few as their
+    collator makes them. If none can be read, 1024 or the model's maximum, and no images.
+    """
     data: Any = trainer.train_dataset
     try:
-        spread = range(0, len(data), max(len(data) // SAMPLED_LENGTHS, 1))[:SAMPLED_LENGTHS]
-        longest = max(_tokens(data[index]) for index in spread)
-        return min(longest, getattr(trainer.args, "max_length", None) or longest)
+        longest = max(map(_tokens, _spread(data, SAMPLED_LENGTHS)))
+        return min(longest, getattr(trainer.args, "max_length", None) or longest), None
     except (TypeError, KeyError, IndexError, ValueError):
         config = getattr(trainer.model, "config", None)
-        return min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
+        usual = min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
+    if encoder_of(trainer.model) is None:
+        return usual, None
+    before = RandomStates.now(trainer.args.device)
+    try:
+        batches = [trainer.data_collator([dict(row)]) for row in _spread(data, SAMPLED_IMAGES)]
+        batch = max(batches, key=lambda batch: batch["input_ids"].shape[1])
+    except Exception as error:  # whatever a collator of a user's own does
+        logger.info("The rows cannot be collated (%r): %d tokens and no images are planned.", error, usual)
+        return usual, None
+    finally:
+        before.restore()
+    return batch["input_ids"].shape[1], SomeImages.in_batch(batch)
+
+
+def _spread(data: Any, count: int) -> Iterator[Mapping[str, Any]]:
+    """Yield some rows, evenly spread."""
+    return (data[index] for index in range(0, len(data), max(len(data) // count, 1))[:count])
 
 
 def _tokens(row: Mapping[str, Any]) -> int:

@@ -16,7 +16,8 @@ from hf_hybrid.machine import workspace_bytes
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plan.accounting import ModelShape
 from hf_hybrid.plan.estimate import Estimator, Plan
-from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config
+from hf_hybrid.plan.images import SomeImages, encoder_of
+from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config, takes_images
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import make_ternary, pack_base
 from hf_hybrid.plan.trace import Excerpt, Tracer
@@ -55,7 +56,9 @@ def plan_memory(
 
     Args:
         model: A Hub id, a folder, a config file, a config or a model; only its config is read.
-        sequence_length (`int`), batch_size (`int`): Tokens per sequence, padding included; sequences per micro-batch.
+        sequence_length (`int`), batch_size (`int`):
+            Tokens per sequence, padding included (of models that take images half of them are those of images);
+            sequences per micro-batch.
         dtype (`str`): `"mixed"`: fp32 weights (a frozen base: bf16) under bf16 autocast; `"float32"`, `"bfloat16"`.
         memory (`str`): `"off"`: resident; `"stream"`: layers on the host; `"auto"`: streamed if it does not fit.
         peft (`str` or `peft.PeftConfig`, *optional*): `"lora"`, `"qlora"` (base in nf4) or a config; all weights else.
@@ -186,7 +189,9 @@ class Planner:
             excerpt = replace(excerpt, model=model)
             # Leaps and counts are those of the weights that are packed.
             shape = self._estimator(weights, "LoRA").shape if kind == "QLoRA" else _shape(excerpt, full_model)
-            self._estimators[weights, kind] = Estimator(shape, Tracer(excerpt))
+            sees = takes_images(self.config)
+            images = SomeImages.assumed(encoder_of(full_model), self.setup.sequence_length) if sees else None
+            self._estimators[weights, kind] = Estimator(shape, Tracer(excerpt, images=images))
         return self._estimators[weights, kind]
 
 

@@ -4,7 +4,8 @@ Traces: run one training step on tensors without data, and record what it holds.
 1. **A few layers stand for all.** An [`Excerpt`] of the model keeps the first decoder layer, the last, and one of each
    kind between them. Layers are of one kind if their modules, the shapes of their weights and what the config lists for
    them are the same. The first and the last stand only for themselves: the first may have inputs without gradients, and
-   no layer keeps the output of the last. A trace takes a quarter of a second for a model of any size.
+   no layer keeps the output of the last. A trace takes a quarter of a second for a model of any size; an image encoder
+   is traced with all its layers ([`hf_hybrid.plan.images`]).
 2. **One step runs under `FakeTensorMode`**: forward, backward, clipping, as `Trainer` runs them. Every operation makes
    the tensors that it would make, without their memory. A few things that a CPU does differently are traced as on a
    GPU: attention is fused (no matrix of scores), and autocast computes powers, norms and softmax in fp32.
@@ -50,6 +51,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid.compat import switch_checkpointing_on
+from hf_hybrid.plan.images import TEXT, SomeImages, put_among_embeddings, run_knowing
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import stand_in_for_low_bit
 from hf_hybrid.streaming.layers import base_model, decoder_layers, find_layers
@@ -264,7 +266,7 @@ def _autocast_rules(accelerator: str) -> contextlib.AbstractContextManager:
     return _AutocastOfCuda() if accelerator == "cuda" else contextlib.nullcontext()
 
 
-def enable_checkpointing(model: nn.Module, accelerator: str, without: Sequence[nn.Module] = ()) -> None:
+def enable_checkpointing(model: nn.Module, accelerator: str, without: Iterable[nn.Module] = ()) -> None:
     """
     Activation checkpointing as `Trainer` switches it on, but for some layers; what is recomputed follows the
     accelerator's autocast.
@@ -291,10 +293,14 @@ class Moment(NamedTuple):
 
 
 class StorageTracker(TorchDispatchMode):
-    """Records what live storages hold while layers run. Copies of weights in another dtype count as weights."""
+    """
+    Records what live storages hold while layers run. Copies of weights in another dtype count as weights. `run` runs an
+    operation.
+    """
 
-    def __init__(self, layers: list[nn.Module]):
+    def __init__(self, layers: list[nn.Module], run: Callable | None = None):
         super().__init__()
+        self._run = run or _run_operation
         self.stage, self.where, self.outside = "forward", len(layers), len(layers)
         self.moments: list[Moment] = []
         self.after_forward: Held | None = None  # of the layers, before head and loss
@@ -357,7 +363,7 @@ class StorageTracker(TorchDispatchMode):
             tensor.register_hook(hook)
 
     def __torch_dispatch__(self, func, types, args: tuple = (), kwargs=None):
-        result = _run_operation(func, args, kwargs or {})
+        result = self._run(func, args, kwargs or {})
         if func in (torch.ops.prim.device.default, torch.ops.aten.detach.default):
             return result
         tensors = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
@@ -395,16 +401,21 @@ class StepTrace(NamedTuple):
     after_backward: Held
 
 
-def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup, **more_inputs: Any) -> StepTrace:
+def trace_step(
+    model: nn.Module, layers: list[nn.Module], setup: Setup, *, images: SomeImages | None = None, **more_inputs: Any
+) -> StepTrace:
     """Trace forward, backward and clipping as `Trainer` runs them, on a copy of the model: hooks stay on it."""
-    names, shape = ("input_ids", "attention_mask", "labels"), (setup.batch_size, setup.sequence_length)
+    names, shape = (*TEXT, *(images.of_tokens if images else ())), (setup.batch_size, setup.sequence_length)
     inputs = {name: torch.empty(shape, dtype=torch.int64) for name in names}
+    given = images.of(setup.batch_size) if images else {}
+    if given:
+        put_among_embeddings(base_model(model), given)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if setup.gradient_accumulation_steps > 1:  # gradients of earlier micro-batches are there
         for parameter in trainable:
             parameter.grad = torch.empty_like(parameter)
     owners = {id(t): index for index, layer in enumerate(layers) for t in [*layer.parameters(), *layer.buffers()]}
-    tracker = StorageTracker(layers)
+    tracker = StorageTracker(layers, functools.partial(run_knowing, _run_operation) if given else None)
 
     def owner(tensor: Tensor) -> int:
         return owners.get(id(tensor), tracker.outside)
@@ -413,7 +424,7 @@ def trace_step(model: nn.Module, layers: list[nn.Module], setup: Setup, **more_i
         if parameter.grad is not None:
             tracker.move(parameter.grad, "gradients", owner(parameter))
 
-    for tensor in inputs.values():
+    for tensor in (*inputs.values(), *given.values()):
         tracker.hold(tensor, "activations", tracker.outside)
     for parameter in model.parameters():
         tracker.hold(parameter, "weights", owner(parameter))
@@ -454,10 +465,11 @@ def eight_bit_sizes(count: int) -> tuple[int, ...]:
 def _loss(model: nn.Module, inputs: dict[str, Tensor], setup: Setup, **more_inputs: Any) -> Tensor:
     """As `Trainer.compute_loss`, with accelerate's autocast around the model; the output ends with this function."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.autocast):
-        if setup.chunked_loss:
-            return _chunked_loss(model, inputs)
         # Without the mask of ones, whose values nobody can look at here: attention is causal.
-        outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"], **more_inputs)
+        given = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        if setup.chunked_loss:
+            return _chunked_loss(model, given)
+        outputs = model(**given, **more_inputs)
     if setup.autocast:
         outputs = convert_outputs_to_fp32(lambda: outputs)()
     return outputs["loss"]
@@ -476,8 +488,9 @@ def _chunked_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         return input[..., :1]
 
     head.forward = forward
-    model(input_ids=inputs["input_ids"])
-    targets = F.pad(inputs["labels"], (0, 1), value=-100)[..., 1:].flatten()
+    targets = inputs.pop("labels")
+    model(**inputs)
+    targets = F.pad(targets, (0, 1), value=-100)[..., 1:].flatten()
     hidden = seen.pop().flatten(0, 1)
     if len(hidden) > _TRACED_ROWS:
         if torch.is_autocast_enabled("cpu"):
@@ -590,8 +603,8 @@ def graph(trace: StepTrace, stands_for: Sequence[int]) -> int:
 class Tracer:
     """Traces steps of the model that an excerpt is of; setups that differ only in where things lie share a trace."""
 
-    def __init__(self, excerpt: Excerpt, **more_inputs: Any):
-        self.excerpt, self.more_inputs = excerpt, more_inputs
+    def __init__(self, excerpt: Excerpt, *, images: SomeImages | None = None, **more_inputs: Any):
+        self.excerpt, self.images, self.more_inputs = excerpt, images, more_inputs
         self.traces: dict[tuple, StepTrace] = {}
         self._answers: dict[tuple, Peak | Activations] = {}
 
@@ -620,6 +633,11 @@ class Tracer:
     def graph(self, setup: Setup) -> int:
         """Bytes of activations that a streamed layer keeps which is not recomputed."""
         return self._read(setup, 0, graph)
+
+    def waiting(self, setup: Setup, computed: int) -> int:
+        """Bytes of the images of micro-batches that are on the device already, when so many of them are computed."""
+        rows = (setup.gradient_accumulation_steps - computed) * setup.batch_size
+        return 0 if self.images is None else rows * self.images.bytes_of_a_row
 
     def states(self, setup: Setup) -> int:
         """Bytes of the optimizer's states of all trainable parameters."""
@@ -650,7 +668,11 @@ class Tracer:
         if some:
             excerpt, stands_for = self._mixed, self.excerpt.standing_for(recomputed)
         batch = (setup.sequence_length, setup.batch_size, setup.gradient_accumulation_steps > 1)
-        key = ("some" if some else recomputed > 0, *batch, setup.autocast, setup.chunked_loss, setup.accelerator)
+        kind = "some" if some else recomputed > 0
+        by_plan = self.images is not None and setup.activation_checkpointing is not True
+        if by_plan and reading is activations:
+            kind = "streamed"  # and what does not travel is not recomputed
+        key = (kind, *batch, setup.autocast, setup.chunked_loss, setup.accelerator)
         if key not in self.traces:
             with warnings.catch_warnings(), FakeTensorMode():
                 warnings.simplefilter("ignore")
@@ -660,7 +682,16 @@ class Tracer:
                     vars(base_model(model)).pop("forward", None)
                     more_inputs = {}
                 if recomputed:
-                    enable_checkpointing(model, setup.accelerator, layers[len(layers) // 2 :] if some else ())
+                    without = layers[len(layers) // 2 :] if some else ()
+                    if kind == "streamed":
+                        without = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+                        without = set(without).difference(layers)
+                    enable_checkpointing(model, setup.accelerator, without)
+                    if by_plan:  # a frozen encoder keeps nothing
+                        base: Any = base_model(model)
+                        base.disable_input_require_grads()
+                if self.images is not None:
+                    more_inputs = {**more_inputs, "images": self.images}
                 self.traces[key] = trace_step(model, layers, setup, **more_inputs)
         answer = (*key, recomputed * some, reading, *more)
         if answer not in self._answers:

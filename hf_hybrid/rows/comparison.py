@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.attention import CannotAttendError
 from hf_hybrid.rows.costs import share_saved
-from hf_hybrid.rows.images import FIRST
+from hf_hybrid.rows.images import FIRST, has_images
 from hf_hybrid.rows.tree import WORD, Batch, Row, Targets, Tree, padded
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import as_before
@@ -69,10 +69,11 @@ Compute = Callable[[dict[str, Tensor]], Any]
 
 
 def sample(tree: Tree) -> list[Row]:
-    """Return some rows of a tree: neighbours, which may share, the longest one and the last one."""
+    """Return some rows of a tree: neighbours, which may share, the longest, the last, and one with images."""
     last = len(tree.rows) - 1
     longest = max(range(last + 1), key=lambda index: len(tree.rows[index].ids))
-    return [tree.rows[index] for index in sorted({0, min(1, last), longest, last})]
+    seeing = [index for index, row in enumerate(tree.rows) if has_images(row)][:1]
+    return [tree.rows[index] for index in sorted({0, min(1, last), longest, last, *seeing})]
 
 
 def two_rows(row: Row, means: bool) -> tuple[Batch, Tree]:

@@ -265,6 +265,10 @@ class Exchange(Part):
         self._drew_first.clear()
         self._said_drawn = self._draws_late = False
 
+    def clean_up(self) -> None:
+        self.host.known.clear()
+        self.images = None  # they lie on the device
+
     def begin_step(self, step: Step) -> None:
         self.host.known.clear()
         self._looked_at.clear()
@@ -718,7 +722,7 @@ class Exchange(Part):
             return Plan(self.plain_because) if drawn == "by batch" else plan
         return plan
 
-    def _has_compared(self, model: nn.Module, longest: int, batches: Sequence[Batch]) -> bool:
+    def _has_compared(self, model: nn.Module, longest: int, batches: Sequence[Batch] = ()) -> bool:
         """Whether such rows have been compared, and a backward pass was tried before the model trains."""
         facts = self.facts_of(model)
         if self.images is not None and not facts.compared_images:

@@ -21,8 +21,8 @@ the step is over, for the other micro-batches and models of the same weights.
 
 **Which tokens are of which image** is not written in a batch. [`_in_order`] finds it: images stand in the order of
 their tokens, each as one run of tokens, or all of one size, or one in each row. Where none of these holds the batch
-stays padded, and so do videos, and models whose batches hold more than [`NAMES`]. Where tokens of an image see what
-stands behind them (Gemma 3, PaliGemma) the comparison of the first batch with images finds another result.
+stays padded, and so do videos, models whose batches hold more than [`NAMES`], and images whose tokens see what stands
+behind them: a batch tells it ([`SEES`], Gemma 3, PaliGemma), or the comparison of the first rows with images finds it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.rows.tree import WORD, Batch, Tree
+from hf_hybrid.rows.tree import WORD, Batch, Row, Tree
 
 FIRST = 1 << 31
 """Code of the tokens of the first image."""
@@ -76,6 +76,11 @@ def encoder_of(base: Any) -> Any:
     """Return the module of a model that calls its own `get_image_features`; `None` of a model that sees nothing."""
     found = [module for module in base.modules() if hasattr(type(module), "get_image_features")]
     return found[-1] if found and isinstance(getattr(base.config, "image_token_id", None), int) else None
+
+
+def has_images(row: Row) -> bool:
+    """Whether tokens of a row are of images: the first byte of their codes is above 127."""
+    return max(row.ids[:: WORD.itemsize], default=0) >= FIRST >> 24
 
 
 def patches_of(encoder: Any) -> int:
@@ -302,12 +307,21 @@ class Images:
             slots = np.concatenate([np.arange(*span) for span in spans])
             slots = slots[codes[slots] >= FIRST]
             places[slots] = self.in_order(codes[slots])[1]
+        return self._of_slots(device, codes, places[codes >= FIRST])
+
+    def of_batch(self, device: torch.device, codes: Tensor) -> RowImages:
+        """Return the images of a padded batch, each once, as the rows `codes` have them one after the other."""
+        places = [self.in_order(row)[1] for row in codes.numpy()]
+        return self._of_slots(device, codes.flatten().numpy(), np.concatenate(places))
+
+    def _of_slots(self, device: torch.device, codes: np.ndarray, places: np.ndarray) -> RowImages:
+        """Return the images of slots. `places` has those of image tokens within their images."""
         numbers = codes[codes >= FIRST] - FIRST
         distinct, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
         order = np.argsort(first)
         begins = np.zeros(len(distinct), np.int64)
         begins[order] = np.cumsum([0, *(self.images[number].tokens for number in distinct[order])])[:-1]
-        index = torch.from_numpy(begins[inverse] + places[codes >= FIRST])
+        index = torch.from_numpy(begins[inverse] + places)
         types = {name: of_slots[None].to(device) for name, of_slots in self.types(torch.from_numpy(codes)).items()}
         return RowImages(self, distinct[order].tolist(), index.to(device), types)
 

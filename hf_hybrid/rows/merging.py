@@ -150,6 +150,7 @@ class MergedRows(Exchange):
         self._forget()
 
     def clean_up(self) -> None:
+        super().clean_up()
         self._forget()  # an error in the middle of a window would leave its graph
 
     def _forget(self) -> None:

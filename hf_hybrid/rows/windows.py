@@ -46,7 +46,7 @@ from hf_hybrid.rows.costs import share_saved
 from hf_hybrid.rows.exchange import DIVISORS, MICRO_BATCHES, Copied, Exchange, Seen, seen_now
 from hf_hybrid.rows.facts import ModelFacts, Plan, dropout_of
 from hf_hybrid.rows.foreseen import LITTLE, Foreseen
-from hf_hybrid.rows.images import FIRST, in_turn
+from hf_hybrid.rows.images import FIRST, has_images, in_turn
 from hf_hybrid.rows.recurrent import layers_with_state
 from hf_hybrid.rows.tree import (
     IGNORED,
@@ -153,8 +153,8 @@ class SharedWindows(Exchange):
         return super()._saved() + more * (together > share + 0.05)
 
     def clean_up(self) -> None:
+        super().clean_up()
         self._seen = []
-        self.host.known.clear()
 
     def summary(self) -> dict[str, Any]:
         return {**super().summary(), "shared_if_together": self._shared_if_together()}
@@ -327,13 +327,15 @@ class SharedWindows(Exchange):
     def _agreed(self, plan: Plan, batches: list[Batch]) -> int:
         """Return the number of micro-batches that every process computes, 0 for Trainer's own."""
         trainer, longest = self.trainer, max((tree.longest for tree in plan.trees), default=0)
-        packed = self.facts_of(self.model).unknown_packed(batches) if any(map(PACKED, batches)) else None
+        facts, sees = self.facts_of(self.model), self.images is not None and any(map(IMAGES, batches))
+        packed = facts.unknown_packed(batches) if any(map(PACKED, batches)) else None
         mine = [float(plan.reason is not None), plan.cost, plan.padded, float(len(plan.trees)), float(longest)]
         mine += [float(self.reason_plain is not None), float(packed is not None)]
+        mine.append(float(sees and not facts.compared_images))
         if trainer.accelerator.num_processes > 1:
             of_all = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device))
             mine = of_all.amax(0).tolist()
-        unable, cost, price, count, self._longest, never, self._has_unknown = mine
+        unable, cost, price, count, self._longest, never, self._has_unknown, self._has_new_images = mine
         if never and self.reason_plain is None:
             self.reason_plain = "another process cannot compute its rows as a tree"
             self.fallbacks.cannot_be_exact(self.reason_plain)
@@ -348,14 +350,16 @@ class SharedWindows(Exchange):
         adds_up = facts.adds_up or self._is_fused
         # All processes make equally many passes: one that has no such batch takes another.
         packed = (facts.unknown_packed(batches) or batches[0]) if self._has_unknown else None
-        if self._has_compared(model, longest, batches) and adds_up and packed is None:
+        if self._has_compared(model, longest) and adds_up and packed is None and not self._has_new_images:
             return None
         tree = plan.trees[-1] if plan.trees else _nothing(batches)[1]
+        if self._has_new_images:
+            tree = next((tree for tree in plan.trees if any(map(has_images, tree.rows))), tree)
         of_packed = None if packed is None else (packed, Tree.of(packed.rows() or _nothing(batches)[1].rows))
         reason = self.comparison.reason_not_same(model, tree, batches, self._quiet_loss, device, of_packed)
         if reason is None and not adds_up:
             reason = self.comparison.reason_no_sum(model, tree, batches, self._quiet_loss, device, counted)
-        facts.note_compared(longest, packed, any(map(IMAGES, batches)))
+        facts.note_compared(longest, packed, bool(self._has_new_images))
         if self.trainer.accelerator.num_processes > 1:
             failed = torch.tensor([float(reason is not None)], device=device)
             if self.trainer.accelerator.gather(failed).max() and reason is None:

@@ -3,7 +3,8 @@ Find the parts of a model that can be streamed: its decoder layers, its embeddin
 
 No architecture is named. Decoder layers are modules in an `nn.ModuleList` that are called through their `forward`; a
 model may hold several such lists (experts inside a layer, heads beside the layers), and the outermost one with the most
-parameters is the list of its layers. Embeddings and head are what the model itself returns as such.
+parameters is the list of its layers; of a model that names its decoder, the one in there, though its image encoder may
+be larger. Embeddings and head are what the model itself returns as such.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"`memory` cannot stream `{type(model).__name__}`: looked for an `nn.ModuleList` of at least two decoder "
             "layers with parameters (as `model.layers` or `transformer.h`) and found none. Train it with `memory=off`."
         )
-    name, layers = max(lists, key=lambda item: sizes[item[0]])
+    inside = {*decoder.modules()} if (decoder := ask(model, "get_decoder")) is not None else ()
+    name, layers = max(lists, key=lambda item: (item[1] in inside, sizes[item[0]]))
     if any(hasattr(layer, "backward_pass") for layer in layers):
         raise NoLayerListError(
             f"`memory` cannot stream `{type(model).__name__}`: looked for decoder layers that are used through their "

@@ -241,7 +241,8 @@ class Buffers:
         self.place = torch.zeros((), dtype=torch.long, device=device)
         # Columns behind the token are hidden by causality, so that the mask need not change with each token.
         self.mask = torch.ones(self.rows, length, dtype=torch.long, device=device)
-        self.positions = None if generation.inputs.get("position_ids") is None else torch.zeros_like(self.token)
+        positions = generation.inputs.get("position_ids")  # where images stand they have several axes
+        self.positions = None if positions is None else positions.new_zeros(*positions.shape[:-2], self.rows, 1)
 
     def _of_layer(self, states: Tensor) -> Tensor:
         """Zeros, as what is hidden by a mask must be finite."""
@@ -269,7 +270,7 @@ class Buffers:
         if (mask := inputs.get("attention_mask")) is not None:
             self.mask[:count, :width] = mask[:, -width:]
         if self.positions is not None:
-            self.positions[:count] = inputs["position_ids"][:, -1:] + 1
+            self.positions[..., :count, :] = inputs["position_ids"][..., -1:] + 1
 
     def rows_for(self, rows: int, go_on: int, left: int) -> int:
         fewest = fewest_rows(rows, go_on)
@@ -293,11 +294,11 @@ class Buffers:
             exchange_states(layer, lambda state: state[:rows])
         self.mask = pad(self.mask[:rows], (0, length - self.length), value=1)
         self.rows, self.length, self.columns, self.token = rows, length, length, self.token[:rows]
-        self.positions = None if self.positions is None else self.positions[:rows]
+        self.positions = None if self.positions is None else self.positions[..., :rows, :]
 
     def move(self, rows: Tensor) -> None:
         """Bring these rows to the front."""
-        positions = () if self.positions is None else (self.positions,)
+        positions = () if self.positions is None else (self.positions.movedim(-2, 0),)
         seen = (states[:, :, : self.columns] for states in itertools.chain(*self.layers))
         for states in itertools.chain(seen, self.states, (self.mask,), positions):
             # In place, as graphs know the addresses. The selection is a copy, so rows may move over each other.
@@ -353,7 +354,7 @@ class Buffers:
             exchange_states(layer, lambda state: state[:count])
         inputs[CACHE] = FixedCache(layers)
         if self.positions is not None:
-            inputs["position_ids"] = self.positions[:count]
+            inputs["position_ids"] = self.positions[..., :count, :]
         kind, dtype = self.device.type, self.layers[0][0].dtype
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
         seen, hidden = (torch.full((), number, dtype=dtype, device=self.device) for number in (0.0, -torch.inf))
@@ -496,6 +497,6 @@ def _identity(generation: Generation) -> Any:
         model.training,
         model.config._attn_implementation,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-        generation.inputs.get("position_ids") is None,
+        None if (positions := generation.inputs.get("position_ids")) is None else positions.shape[:-2],
         fixed_inputs(generation),
     )

@@ -57,9 +57,11 @@ from hf_hybrid.rows.attention import ARGUMENT, Layout, attention, no_mask, tree_
 from hf_hybrid.rows.comparison import FEW, TOLERANCES, apart
 from hf_hybrid.rows.exchange import with_states
 from hf_hybrid.rows.facts import ModelFacts
+from hf_hybrid.rows.images import SEES, TYPES, RowImages, encoder_of, standing_in
 from hf_hybrid.rows.router_loss import OPTION
-from hf_hybrid.rows.tree import WORD, Row, Tree, on_device
+from hf_hybrid.rows.tree import WORD, Batch, Row, Tree, on_device
 from hf_hybrid.run.run import as_before
+from hf_hybrid.streaming.layers import base_model
 
 CACHE = cache_name()
 """Argument and output of a model that holds keys and values."""
@@ -90,7 +92,7 @@ class Prompts:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Prompts:
-        """Tell the prompts of a batch apart by their tokens."""
+        """Tell the prompts of a batch apart by their tokens, which are codes where images stand (rows/images.py)."""
         known: dict[tuple[int, ...], int] = {}
         owner, first = [], []
         for row, tokens in enumerate(rows):
@@ -123,7 +125,12 @@ class Generation:
     criteria: StoppingCriteriaList
     config: GenerationConfig
     inputs: dict[str, Any]  # what the model gets beside tokens
-    prompts: Prompts
+    prompts: Prompts  # with the codes of images, if they have any
+    batch: Batch | None = None  # that of prompts with images, on the host
+
+    def encoding(self, row: RowImages) -> contextlib.AbstractContextManager[None]:
+        """Context in which the images of a pass are encoded, each once."""
+        return standing_in(self.model, encoder_of(base_model(self.model)), lambda: row)
 
 
 @dataclass
@@ -202,15 +209,19 @@ def padded(generation: Generation) -> Prefilled:
     """Compute prompts as rows of one pass, padded as the rows of the batch, with what `generate` has prepared."""
     model, ids, prompts = generation.model, generation.input_ids, generation.prompts
     rows, width, inputs = indices(prompts.first, ids.device), ids.shape[1], dict(generation.inputs)
-    inputs[CACHE] = whole(inputs[CACHE])
-    for name in ("attention_mask", "position_ids"):
+    inputs[CACHE], images = whole(inputs[CACHE]), contextlib.nullcontext()
+    for name in ("attention_mask", "position_ids", TYPES, SEES):
         if inputs.get(name) is not None:
-            inputs[name] = inputs[name].index_select(0, rows)
+            inputs[name] = inputs[name].index_select(-2, rows)
+    if generation.batch is not None:
+        row = generation.batch.images.of_batch(ids.device, generation.batch.ids[prompts.first])
+        inputs, images = {**inputs, **row.of.inputs(row.numbers, ids.device)}, generation.encoding(row)
     if inputs.get("position_ids") is not None and min(prompts.lengths) == width:
         inputs["attention_mask"] = None  # nothing is padded
     options = {"next_sequence_length": width, "is_first_iteration": True}
     prepared = model.prepare_inputs_for_generation(ids.index_select(0, rows), **options, **inputs)
-    outputs, owner = model(**prepared, return_dict=True), indices(prompts.owner, ids.device)
+    with images:
+        outputs, owner = model(**prepared, return_dict=True), indices(prompts.owner, ids.device)
     logits, computed = outputs.logits[:, -1].index_select(0, owner), sum(prompts.lengths)
     return Prefilled(logits, outputs.get(CACHE), owner, None, width, computed)
 
@@ -218,12 +229,19 @@ def padded(generation: Generation) -> Prefilled:
 def flat(generation: Generation, tree: Tree, facts: ModelFacts) -> Prefilled:
     """Compute the tree of prompts in one pass."""
     model, prompts = generation.model, generation.prompts
-    device, width = model.device, max(prompts.lengths)
+    device, width, batch = model.device, max(prompts.lengths), generation.batch
+    (ids, positions), axes = tree.flat(), None if batch is None else batch.positions
+    if batch is not None:
+        ids = batch.images.decoded(ids)
+    if axes is not None:
+        positions = axes.new_zeros(len(axes), 1, tree.size)
     slots = np.zeros((len(tree.rows), width), np.int64)
     for row, spans in zip(tree.rows, tree.spans):
-        slots[row.number, width - row.length :] = np.concatenate([np.arange(*span) for span in spans])
-    tensors = [*tree.flat(), torch.from_numpy(slots), torch.tensor(prompts.owner)]
-    ids, positions, places, owner = on_device(tensors, device)
+        places = slots[row.number, width - row.length :] = np.concatenate([np.arange(*span) for span in spans])
+        if axes is not None:
+            positions[:, 0, places] = axes[:, prompts.first[row.number], -row.length :]
+    tensors = [ids[None], positions if axes is not None else positions[None]]
+    ids, positions, places, owner = on_device([*tensors, torch.from_numpy(slots), torch.tensor(prompts.owner)], device)
     layout, last = Layout(tree.segments, device), places[:, -1]
 
     def before(backbone: Any, args: tuple, inputs: dict[str, Any]) -> tuple:
@@ -232,10 +250,13 @@ def flat(generation: Generation, tree: Tree, facts: ModelFacts) -> Prefilled:
     def behind(backbone: Any, args: tuple, output: Any) -> Any:
         return with_states(output, output[0][:, last.to(output[0].device)])
 
-    inputs = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": no_mask(device, layout.number)}
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": no_mask(device, layout.number)}
     if facts.router is not None:
         inputs[OPTION] = False  # its loss has no use here
     with contextlib.ExitStack() as stack:
+        if batch is not None:
+            inputs |= (images := batch.images.of_row(device, tree)).inputs()
+            stack.enter_context(generation.encoding(images))
         for config in facts.configs:
             stack.enter_context(attention(config, tree_attention(config._attn_implementation or "eager")))
         stack.callback(facts.backbone.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -254,18 +275,22 @@ def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
     model, prompts = generation.model, generation.prompts
     if generation.inputs.get("position_ids") is None:
         return "the model is not told positions, and may count padding"
+    if SEES in generation.inputs:
+        return "tokens of images may see what stands behind them"
     if facts.reason is not None or facts.with_state:
         return facts.reason or "a state runs along the row, and completions go on from that of each prompt"
     if sum(prompts.lengths) > facts.most_slots:
         return f"rows of more than {facts.most_slots} tokens would be scaled by place, or attend by chunks"
     longest = max(prompts.tokens, key=len)
-    if facts.has_compared(len(longest)):
+    batch = generation.batch
+    if facts.has_compared(len(longest)) and (facts.compared_images or batch is None):
         return None
     tokens = np.resize(longest, FEW if len(longest) <= facts.window else int(facts.window) + FEW).tolist()
     ids = torch.tensor([tokens, tokens[: -FEW // 2] + tokens[: -FEW // 2 - 1 : -1]], device=model.device)
     positions = torch.arange(len(tokens), device=model.device).expand(2, -1)
     inputs = {"position_ids": positions, CACHE: generation.inputs[CACHE], "use_cache": True}
     two = replace(generation, input_ids=ids, inputs=inputs, prompts=Prompts.of(ids.tolist()))
+    two = two if batch is None else generation  # prompts are compared as they are: images have sizes of their own
     half = torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32
     try:
         with as_before(model, model.device):
@@ -277,7 +302,7 @@ def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
         return f"the model does not take a tree ({type(error).__name__}: {error})"
     if not distance <= TOLERANCES[half]:
         return f"logits of a tree are {distance:.1e} of their length away from those of padded rows"
-    facts.note_compared(len(longest))
+    facts.note_compared(len(longest), images=batch is not None)
     return None
 
 
@@ -485,7 +510,7 @@ class GrowingRows:
         needs_mask = mask is not None and (self._positions is None or min(lengths) < self._width)
         self._mask = mask[:, -self._width :] if needs_mask else None
         if self._positions is not None:
-            self._positions = self._positions[:, -1:]
+            self._positions = self._positions[..., -1:]
 
     def rows_for(self, rows: int, go_on: int, left: int) -> int:
         return go_on if go_on <= KEEP * rows else rows
@@ -493,7 +518,7 @@ class GrowingRows:
     def move(self, rows: Tensor) -> None:
         self._lengths, gone = self._lengths.index_select(0, rows), 0
         if self._positions is not None:
-            self._positions, longest = self._positions.index_select(0, rows), int(self._lengths.max())
+            self._positions, longest = self._positions.index_select(-2, rows), int(self._lengths.max())
             gone, self._width = self._width - longest, longest
             if int(self._lengths.min()) == longest:
                 self._mask = None

@@ -29,6 +29,9 @@ on the shape of the batch too.
 Layers with a state along the row (Gated DeltaNet, Mamba 2, short convolutions) have it repeated for the completions, as
 keys and values are. Padding at the left of a prompt leaves such a state at zero, so prompts may have it.
 
+`generate` encodes the image of each row. Here it is given none: each distinct image is encoded once (rows/images.py),
+when prompts are computed. Prompts are told apart by their images too. Behind them positions go on as in text.
+
 Logits processors, stopping criteria, configs and models stay those of transformers. `generate` itself prepares them,
 and then calls [`Decoding`] in place of its own loop: it takes a loop as `custom_generate`. TRL calls `generate` of the
 model without this argument. So [`Decoding.completing`] puts a function in front of it, on this one model and until TRL
@@ -66,9 +69,12 @@ from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import drop_tensors_of, is_out_of_memory
 from hf_hybrid.rows.facts import ModelFacts
+from hf_hybrid.rows.images import MASK, NAMES, SEES, SIZES, Images, encoder_of
+from hf_hybrid.rows.tree import Batch
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import module_of_user
+from hf_hybrid.streaming.layers import base_model
 from hf_hybrid.trl.captured import CAPTURING, Captured, reason_not_captured
 from hf_hybrid.trl.completions import (
     CACHE,
@@ -99,6 +105,8 @@ ROWWISE = frozenset({
 """Logits processors that compute a row from this row alone. [`RowwiseProcessors`] tells one of them of its rows."""
 KNOWN = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 """What `generate` may give the model beside tokens."""
+PIXELS = {"pixel_values", SIZES, MASK}
+"""What of images `generate` needs for nothing but to encode them."""
 KINDS_OF_LAYERS = (
     DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
 )  # fmt: skip
@@ -190,7 +198,8 @@ def reason_not_this_call(generation: Generation) -> str | None:
         return f"{rows} rows are asked for, and there are {len(prompts.owner)} prompts"
     if not min(prompts.lengths):
         return "a prompt has no tokens"
-    if others := sorted(name for name, value in inputs.items() if value not in (None, {}) and name not in KNOWN):
+    known = KNOWN if generation.batch is None else KNOWN.union(NAMES)
+    if others := sorted(name for name, value in inputs.items() if name not in known and value not in (None, {})):
         return f"the model gets `{others[0]}` beside tokens"
     for processor in generation.processors:
         if type(processor) not in ROWWISE:
@@ -201,7 +210,7 @@ def reason_not_this_call(generation: Generation) -> str | None:
     if MaxLengthCriteria not in kinds or (EosTokenCriteria in kinds and config.pad_token_id is None):
         return "there is no length at which rows end, or no padding token"
     positions = inputs.get("position_ids")
-    if positions is not None and positions.shape != generation.input_ids.shape:
+    if positions is not None and positions.shape[-2:] != generation.input_ids.shape:
         return "positions have another shape than tokens"
     if not inputs.get("use_cache") or inputs.get(CACHE) is None:
         return "there is no cache of keys and values (`use_cache=False`, or a model with a state of its own)"
@@ -257,19 +266,23 @@ class Decoding(Part):
         Inside, `model.generate` completes these prompts, one per row, or `None` where only it knows them; `model` is
         unwrapped. Only completions of the training are counted.
         """
-        plain, loop = model.generate, functools.partial(self._decode, prompts, counts)
+        plain = model.generate
 
         def generate(*args, **kwargs):
-            others = sorted(kwargs.keys() - {"input_ids", "attention_mask", "generation_config"})
+            others = sorted(kwargs.keys() - {"input_ids", "attention_mask", "generation_config", *NAMES})
             if args or others:
                 what = others[0] if others else "inputs"
                 self.fallbacks.cannot_be_exact(f"`generate` is given `{what}` beside tokens")
                 return plain(*args, **kwargs)
             if self.fallbacks.failed:
                 return plain(**kwargs)
+            images = {**kwargs, SEES: None} if "pixel_values" in kwargs else None
+            loop, given = functools.partial(self._decode, prompts, counts, images), dict(kwargs)
+            for name in PIXELS:  # `generate` would encode those of each row
+                given.pop(name, None)
             before = RandomStates.now(model.device)
             try:
-                return plain(**kwargs, custom_generate=loop)
+                return plain(**given, custom_generate=loop)
             except Exception as reason:
                 if is_out_of_memory(reason):
                     raise
@@ -290,24 +303,34 @@ class Decoding(Part):
             del model.generate
 
     def _decode(
-        self, rows, counts, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_inputs
-    ) -> Tensor:
+        self, rows, counts, images, model, input_ids, logits_processor, stopping_criteria, generation_config,
+        **model_inputs,
+    ) -> Tensor:  # fmt: skip
         """
         Complete the rows of `input_ids`, shape [rows, width], with what else `generate` has prepared: its loop. Return
         prompts and completions, shape [rows, width and tokens of the longest completion], or raise
-        `PlainRolloutsError`. The model gets `model_inputs` beside tokens.
+        `PlainRolloutsError`. The model gets `model_inputs` and `images` beside tokens.
         """
-        if rows is None:
-            mask = model_inputs.get("attention_mask")
-            kept = torch.ones_like(input_ids, device="cpu") if mask is None else mask.cpu()
+        coded: Any = None
+        if rows is None or images:
+            mask, ids = model_inputs.get("attention_mask"), input_ids.cpu()
+            kept = torch.ones_like(ids) if mask is None else mask.cpu()
             if (kept.diff(dim=1) < 0).any():
                 raise PlainRolloutsError("a prompt is not padded at the left")
-            rows = [ids[of_row != 0].tolist() for ids, of_row in zip(input_ids.cpu(), kept)]
+            coded = Batch(ids, kept, ids)
+            if images:
+                if (encoder := encoder_of(base_model(model))) is None:
+                    raise PlainRolloutsError("the model does not tell where it takes images")
+                coded = Images().coded(encoder, images, coded)
+                model_inputs.pop("mm_encoder_outputs", None)  # none: `generate` was given no pixels
+            if isinstance(coded, str):
+                raise PlainRolloutsError(coded)
+            rows = [of_row[is_token != 0].tolist() for of_row, is_token in zip(coded.ids, kept)]
         positions = model_inputs.get("position_ids")
         if positions is not None and positions.dim() == 3 and (positions == positions[:1]).all():
             model_inputs["position_ids"] = positions[0]  # in text the parts of a position are equal
         prepared = RowwiseProcessors(logits_processor), stopping_criteria, generation_config, model_inputs
-        generation = Generation(model, input_ids, *prepared, prompts := Prompts.of(rows))
+        generation = Generation(model, input_ids, *prepared, prompts := Prompts.of(rows), coded if images else None)
         captures = input_ids.device.type in CAPTURING
         reason = reason_not_this_call(generation) or (self.captured.refused if captures else None)
         if reason is not None:
@@ -317,6 +340,8 @@ class Decoding(Part):
         prefilled = padded(generation) if tree is None or facts is None else flat(generation, tree, facts)
         if prefilled.cache is None:
             raise PlainRolloutsError("the model keeps its state to itself")
+        for name in NAMES:  # images are in the cache
+            model_inputs.pop(name, None)
         for layer in prefilled.cache.layers:
             if isinstance(layer, DynamicLayer) and layer.keys is None:
                 raise PlainRolloutsError("without images the model leaves layers of its cache empty")

@@ -69,8 +69,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hf_hybrid.compat import trl_error
 from hf_hybrid.machine import PendingRead
 from hf_hybrid.rows.tree import IGNORED, Rows
+
+try:
+    from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+except ImportError as error:
+    raise trl_error(error) from error
 
 Batch = dict[str, Any]
 """A micro-batch of TRL: tensors with one row per completion, and scalars of the generation batch."""
@@ -155,30 +161,50 @@ def on_host(batches: list[Batch]) -> Batch:
     return {**here, "advantages": here["advantages"].view(-1, *first["advantages"].shape[1:])}
 
 
+def take(batches: list[Batch], rows: Tensor) -> Batch:
+    """
+    Return some rows of micro-batches of one generation batch, with the images that stand in them. `rows` are their
+    indices on the host, counted through all micro-batches.
+    """
+    batches = [*map(split_pixel_values_by_grid, batches)]  # where images may be lists of those of rows
+    found, tensors = dict(batches[0]), filter(torch.is_tensor, batches[0].values())
+    places = rows.to(next(tensors, rows).device, non_blocking=True)
+    for name, value in batches[0].items():  # scalars are the same for the whole generation batch
+        parts: Any = [batch[name] for batch in batches]
+        if list in map(type, parts):
+            entries = [entry for part in parts for entry in (part if isinstance(part, list) else part.split(1))]
+            found[name] = [entries[row] for row in rows.tolist()]
+        elif isinstance(value, Tensor) and value.dim() and name != ON_HOST:
+            found[name] = torch.cat(parts)[places]
+    return unsplit_pixel_values_by_grid(found)
+
+
+def sums_of_images(batches: list[Batch]) -> Tensor:
+    """Return the sum of the pixels of each row, [rows, 1]: where it is another one, so is the prompt."""
+    pixels = [of_row for batch in map(split_pixel_values_by_grid, batches) for of_row in batch["pixel_values"]]
+    return torch.stack([of_row.double().sum() for of_row in pixels])[:, None].cpu()
+
+
 def rebin(batches: list[Batch], rows: Tensor, count: int, mean: Mean) -> list[Batch]:
     """
     Put rows of several micro-batches into `count` others, at most one per row, each with the weight that it had.
 
     `batches` are of one generation batch and have equally many rows. `rows` has the indices of those to keep, counted
-    through all micro-batches, shape [rows], where the tensors are.
+    through all micro-batches, shape [rows], on the host.
     """
     size = len(batches[0]["advantages"])
     tokens_before = torch.stack([tokens_in_loss(batch).sum().clamp(min=1) for batch in batches])
     rebinned = []
     for part in rows.tensor_split(count):
-        batch = dict(batches[0])  # scalars are the same for the whole generation batch
-        for name, value in batch.items():
-            if isinstance(value, Tensor) and value.dim() and name != ON_HOST:
-                batch[name] = torch.cat([other[name] for other in batches])[part]
-        if mean == "rows":
-            weight = torch.full_like(part, len(part)) / size
-        elif mean == "tokens":
-            weight = tokens_in_loss(batch).sum() / tokens_before[part // size]
-        else:
-            weight = torch.ones_like(part)
+        batch = take(batches, part)
         advantages = batch["advantages"]
-        batch["advantages"] = advantages * weight.to(advantages.dtype).view(-1, *[1] * (advantages.dim() - 1))
-        rebinned.append(batch)
+        if mean == "tokens":
+            before = tokens_before[(part // size).to(advantages.device, non_blocking=True)]
+            weight = tokens_in_loss(batch).sum() / before
+            advantages = advantages * weight.to(advantages.dtype).view(-1, *[1] * (advantages.dim() - 1))
+        elif mean == "rows":
+            advantages = advantages * (len(part) / size)
+        rebinned.append({**batch, "advantages": advantages})
     return rebinned
 
 
@@ -223,10 +249,12 @@ class ExactSkips:
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
             if by_prompt:
-                _, prompt_of_row = here["prompt_ids"].unique(dim=0, return_inverse=True)
-                rows = rows[prompt_of_row[rows].argsort(stable=True)]
-            count, places = -(-needed // size), rows.to(batches[0]["advantages"].device, non_blocking=True)
-            computed = rebin(batches, places, count, self.mean) if count else []
+                prompts = here["prompt_ids"]
+                if "pixel_values" in batches[0]:
+                    prompts = torch.cat([prompts, sums_of_images(batches)], dim=1)
+                rows = rows[prompts.unique(dim=0, return_inverse=True)[1][rows].argsort(stable=True)]
+            count = -(-needed // size)
+            computed = rebin(batches, rows, count, self.mean) if count else []
         parts, avoided = rows.tensor_split(count) if count else (), len(batches) - count
         self.computed, self.planned = computed, deque([*[None] * avoided, *computed])
         self.on_host = [{name: here[name][part] for name in here} for part in parts]

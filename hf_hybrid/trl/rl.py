@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
-from transformers import ProcessorMixin
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, hybrid_values, option, options_of
 from hf_hybrid.compat import trl_error
@@ -50,6 +49,7 @@ from hf_hybrid.trl.groups import (
     rewarded_alike,
     rows_of_completions,
     rows_that_count,
+    take,
     tokens_in_loss,
     total_rewards,
 )
@@ -585,8 +585,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             generation.left_out = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
             generation.left_out[rows] = False
             if chosen:
+                others = take([{n: v for n, v in kwargs.items() if v is not None}], torch.tensor(chosen))
                 computed, *_ = super()._get_per_token_logps_and_entropies(
-                    model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **kwargs
+                    model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **others
                 )
                 log_probs = log_probs.to(computed.dtype).index_copy(0, rows, computed)
             return log_probs, None, None
@@ -630,8 +631,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return RowsStay("a hook on a weight sees the gradient of each micro-batch")
         if self._sharding is not None and not shards_by_fsdp2(self.args):
             return RowsStay(f"`{self._sharding}` counts the backward passes of a step")
-        if isinstance(self.processing_class, ProcessorMixin):
-            return RowsStay("tensors of images do not have one row per completion")
         if steps_in_backward(optimizer := optimizer_name(self.args)):
             return RowsStay(f"`optim={optimizer}` steps inside the backward pass", "set another `optim`")
         if self.aux_loss_enabled:

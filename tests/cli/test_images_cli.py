@@ -171,7 +171,7 @@ RUNS = {
     "dpo": ({"image": "{}.png", "prompt": "w1", "chosen": "w2", "rejected": "w3"}, ["--peft", "lora"]),
     "grpo": (
         {"image": "{}.png", "question": "w1", "answer": "w2"},
-        ["--reward", "exact_match", "--max_completion_length", "4", "--num_generations", "2"],
+        ["--reward", "exact_match", "--max_completion_length", "4", "--num_generations", "2", "--exact_skips", "off"],
     ),
 }
 

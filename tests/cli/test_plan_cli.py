@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import ByteText, config_values, mostly_slow, tiny_model
+from rig import vision
 from transformers import Gemma3TextConfig, GptOssConfig, HfArgumentParser, Qwen3MoeConfig
 
 from hf_hybrid import HybridConfig, HybridTrainer
@@ -42,6 +43,17 @@ def plan(cli):
 def test_python_m_runs_the_same():
     done = subprocess.run([sys.executable, "-m", "hf_hybrid", "--version"], check=True, capture_output=True, text=True)
     assert done.stdout.startswith("hf_hybrid ")
+
+
+def test_models_that_take_images_get_options_and_no_commands(plan, tmp_path):
+    vision.vision_model("qwen2_vl")[0].config.save_pretrained(tmp_path)
+    asked = (tmp_path, "--vram", "2GiB", "--ram", "4GiB", "--sequence_length", "64", "--peft", "none")
+    shown, _ = plan(*asked)
+    assert "Best of each kind for `HybridSFTConfig`:" in shown and "hf-hybrid sft" not in shown
+    assert "  output_dir='out', per_device_train_batch_size=8, bf16=True," in shown
+    assert "Half of the tokens stand for" in shown and max(map(len, shown.splitlines()[2:])) <= 80
+    _, error = plan(*asked, "--output", tmp_path / "plan.yaml", status=2)
+    assert "takes images, which Python trains" in error
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import math
+import random
 import sys
 import time
 import traceback
@@ -28,6 +29,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rig import vision
 from rig.graphs import RecordedGraph
 from transformers import (
     LlamaConfig,
@@ -254,9 +256,8 @@ def weights_of(trainer: HybridTrainer) -> dict[str, Tensor]:
 def trainer_of(place: Place, made: torch.nn.Module, data=None, **options) -> HybridTrainer:
     extra = {name: options.pop(name) for name in ("callbacks", "data_collator") if name in options}
     data = rows() if data is None else data
-    return HybridTrainer(
-        made, place.config(**options), train_dataset=data, eval_dataset=data[:4], data_collator=padded, **extra
-    )
+    extra = {"data_collator": padded, **extra}
+    return HybridTrainer(made, place.config(**options), train_dataset=data, eval_dataset=data[:4], **extra)
 
 
 def trained(place: Place, trainer: HybridTrainer) -> dict[str, Tensor]:
@@ -1093,6 +1094,47 @@ SCENARIOS["graphs_within_the_device"] = Scenario(streamed_within, simulated_only
 SCENARIOS["graphs_that_do_not_fit"] = Scenario(partial(streamed_within, kept=18), simulated_only=True)
 
 
+def with_pictures(place: Place, *, lora: bool = False, **options) -> dict[str, Tensor]:
+    """Layers of the language model are streamed, and the image encoder stays on the device."""
+    made, processor = vision.vision_model("qwen2_vl", num_hidden_layers=4)
+    made.set_attn_implementation("eager")
+    made.model.visual.patch_embed.requires_grad_(False)  # the simulator has no gradients of convolutions
+    own = made.model.get_rope_index
+
+    def on_host(ids: Tensor, **given: Any) -> list[Tensor]:
+        """The simulator makes no tensor of a list of tensors of the device."""
+        given = {name: value.cpu() for name, value in given.items() if torch.is_tensor(value)}
+        return [value.to(ids.device) for value in own(ids.cpu(), **given)]
+
+    def collated(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        texts = [processor.apply_chat_template(row["messages"]) for row in batch]
+        tensors = processor(images=[row["images"] for row in batch], text=texts, padding=True, return_tensors="pt")
+        return {**tensors, "labels": tensors["input_ids"].masked_fill(tensors["attention_mask"] == 0, -100)}
+
+    made.model.get_rope_index = on_host
+    draw, data = random.Random(0), []
+    for number in range(24):  # two rows share a picture, and all have one length
+        parts = [{"type": "image"}, {"type": "text", "text": vision.words(draw, 3, 3)}]
+        pictures = [vision.picture(number // 2, (32, 32))]
+        data.append({"images": pictures, "messages": [{"role": "user", "content": parts}]})
+    options |= {} if not place.on_device else STREAM
+    options |= {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
+    trainer = trainer_of(place, adapted(made) if lora else made, data, data_collator=collated, **options)
+    if place.on_device:
+        torch.cuda.reset_peak_memory_stats()
+    found = trained(place, trainer)
+    if place.on_device:
+        plan = trainer.memory.plan
+        planned = plan.peak_device_bytes - plan.setup.workspaces(True)  # which the simulated device does not have
+        place.facts["peak"] = torch.cuda.max_memory_allocated(), planned
+    return found
+
+
+SCENARIOS["pictures"] = Scenario(with_pictures)
+SCENARIOS["pictures_lora"] = Scenario(partial(with_pictures, lora=True))
+SCENARIOS["pictures_shared"] = Scenario(partial(with_pictures, share_rows="on"))
+
+
 @scenario()
 def offloaded_graphs_together(place: Place) -> dict[str, Tensor]:
     """Two graphs are alive at once and two are dropped: their activations wait on the host."""
@@ -1567,7 +1609,7 @@ SLOW = (
     "interrupted_after_predict", "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch", "leaps_deeper",
     "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory", "leaps_host_buffers", "leaps_planned",
     "leaps_probed", "leaps_probed_deeper", "lora_experts_int8", "lora_int8", "lora_kept", "lora_kept_int8",
-    "moved_by_hand",
+    "moved_by_hand", "pictures_lora", "pictures_shared",
     "no_accumulation", "no_clipping", "not_fetched_ahead", "out_of_memory_leaps", "out_of_memory_resident",
     "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven", "profiled_resident",
     "registered_lora_int8", "rescued_rate", "resident_leaps", "resident_leaps_gradient_memory",

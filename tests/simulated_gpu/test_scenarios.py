@@ -295,6 +295,12 @@ def test_as_many_graphs_are_kept_as_fit_the_device(results):
     assert recomputed["graphs"] == 18 and recomputed["actions"] == ["activation checkpointing"]
 
 
+@pytest.mark.parametrize("name", marked(("pictures", "pictures_lora")))
+def test_what_a_plan_counts_of_pictures_is_there(name, results):
+    held, planned = results.of(name)["facts"]["peak"]
+    assert held == pytest.approx(planned, rel=0.05)
+
+
 @needs("profiled")
 def test_the_profiler_reads_allocator_and_driver(results):
     record = results.of("profiled")["facts"]["records"][-1]

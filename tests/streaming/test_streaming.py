@@ -8,7 +8,15 @@ import pytest
 import torch
 from conftest import ByteText, assert_same_weights, config_values, hybrid_config, mostly_slow, tiny_model, weights
 from rig.tiny_architectures import build_model, samples
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.compat import checkpointing_option
@@ -975,6 +983,16 @@ def test_unsupported_optimizer_is_refused(tmp_path, train_set):
     config = HybridConfig(**config_values(tmp_path, **OPTIONS, **STREAMED))
     with pytest.raises(PlanError, match="Coupled"):
         HybridTrainer(model, config, train_dataset=train_set, optimizers=(Coupled(model.parameters(), lr=0.1), None))
+
+
+def test_the_layers_are_those_of_the_language_model_where_the_image_encoder_is_larger():
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=CLIPVisionConfig(hidden_size=48, intermediate_size=96, num_hidden_layers=5),
+            text_config=LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64),
+        )
+    )
+    assert [name for name, _ in find_layers(model)] == [f"model.language_model.layers.{index}" for index in (0, 1)]
 
 
 def test_models_without_layers_are_refused(tmp_path, train_set):

@@ -1,0 +1,196 @@
+"""
+GRPO and RLOO with images: a prompt is computed once, an image encoded once, and rows without advantage are left out.
+Completions and weights stay TRL's.
+"""
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import config_values, mostly_slow, weights
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from rig import vision  # noqa: E402
+from rig.completions import WAYS, capturing, check_equal, config  # noqa: E402
+from rig.trainers import fitted  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+
+from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOConfig, HybridRLOOTrainer  # noqa: E402
+from hf_hybrid.trl.decoding import Decoding  # noqa: E402
+
+COPIES = 4
+CLASSES = {
+    "grpo": ((GRPOTrainer, GRPOConfig), (HybridGRPOTrainer, HybridGRPOConfig)),
+    "rloo": ((RLOOTrainer, RLOOConfig), (HybridRLOOTrainer, HybridRLOOConfig)),
+}
+
+
+SEVERAL = [name for name in vision.SEVERAL if name != "llava_next"]
+"""Those of whose rows with two images it is known which tokens are of which."""
+
+
+class Encoded(TrainerCallback):
+    """Images, or tiles of them, that a model encodes: a list for each of its passes, and what is before the first."""
+
+    def __init__(self, name, model):
+        self.passes, self.compared = [[]], None
+        model.get_input_embeddings().register_forward_pre_hook(lambda *_: self.passes.append([]))
+        vision.tower_of(name, model).register_forward_pre_hook(self.encode, with_kwargs=True)
+
+    def encode(self, tower, args, kwargs):
+        pixels, grid = args[0] if args else kwargs["pixel_values"], kwargs.get("grid_thw")
+        sizes = [1] * len(pixels) if grid is None else grid.prod(-1).tolist()
+        self.passes[-1] += [image.numpy().tobytes() for image in pixels.detach().split(sizes)]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.compared = self.compared or len(self.passes)  # the first step compares rows with padded ones
+
+    @property
+    def all(self):
+        return [*itertools.chain(*self.passes)]
+
+
+def reward(completions):
+    """Every second prompt of a generation has equal rewards."""
+    values = [sum(map(ord, str(completion))) % 7 / 7 for completion in completions]
+    return [0.1 if row // COPIES % 2 else value for row, value in enumerate(values)]
+
+
+def trained(trainer, config, name, folder, change=None, **options):
+    """Train; the result has the trainer, the completions of its generations, and images that passes encoded."""
+    model, processor = vision.vision_model(name)
+    encoded = Encoded(name, model)
+    model, rows = model if change is None else change(model), vision.prompts(several=name in SEVERAL)
+    values = {"gradient_accumulation_steps": 4, "max_steps": 3, "optim": "sgd", "learning_rate": 0.05, "bf16": False}
+    values |= {"max_grad_norm": 0.0, "num_generations": COPIES, "max_completion_length": 8, "beta": 0.0}
+    args = config(**config_values(folder, **{**values, **options}))
+    sampled = []
+
+    def rewarding(completions, completion_ids, **_):
+        sampled.append(completion_ids)
+        return reward(completions)
+
+    made = trainer(model, rewarding, args, train_dataset=rows, processing_class=processor, callbacks=[encoded])
+    return SimpleNamespace(trainer=fitted(made), completions=sampled, encoded=encoded)
+
+
+def both(name, folder, kind="grpo", ours=None, **options):
+    """Train with TRL and here, where options are `ours` too."""
+    plain, hybrid = CLASSES[kind]
+    theirs = trained(*plain, name, folder / "plain", **options)
+    return theirs, trained(*hybrid, name, folder / "ours", **{**options, **(ours or {})})
+
+
+def assert_same(theirs, ours):
+    assert theirs.completions == ours.completions
+    before, after = weights(theirs.trainer.model), weights(ours.trainer.model)
+    assert max((before[name] - after[name]).abs().max().item() for name in before) < 5e-6
+
+
+@pytest.fixture(params=["growing", "captured"])
+def passes(request):
+    """How tokens are computed."""
+    with capturing() if request.param == "captured" else contextlib.nullcontext():
+        yield request.param
+
+
+# Completions.
+
+
+def batch_of(name, processor):
+    """What TRL gives `generate` for six prompts with copies: two questions each on three images, of two sizes."""
+    texts, images = [], []
+    for row in vision.prompts(6, several=name in SEVERAL, system=20):
+        parts = [{"type": "image"}] * len(row["images"]) + [{"type": "text", "text": row["prompt"][-1]["content"]}]
+        messages = [*row["prompt"][:-1], {"role": "user", "content": parts}]
+        texts += [processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)] * COPIES
+        images += [row["images"]] * COPIES
+    options = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
+    return dict(processor(images=images, text=texts, **options))
+
+
+DECODED = [name for name in vision.KINDS if name != "gemma4"]
+"""Those whose completions are computed here; Gemma 4 gets `image_position_ids`."""
+IN_TREES = [name for name in DECODED if name not in ("qwen3_5", "gemma3", "paligemma")]
+QUICK_WAYS = {
+    *((name, "sampled") for name in ("qwen2_vl", "qwen3_vl", "qwen3_5", "idefics3", "llava_next", "gemma3")),
+    ("paligemma", "sampled"), ("qwen2_5_vl", "greedy"), ("smolvlm", "repetitions"), ("llava", "top p"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, way", mostly_slow([*itertools.product(DECODED, WAYS)], QUICK_WAYS))
+def test_completions_are_those_of_generate(name, way, passes):
+    model, processor = vision.vision_model(name)
+    inputs, encoded = batch_of(name, processor), Encoded(name, model.eval())
+    ends = {"eos_token_id": [1, *range(30, 45)], "max_new_tokens": 24}
+    before, decoding = len(encoded.passes), Decoding(off=False)
+    check_equal(model, None, inputs, config(**{**ends, **WAYS[way]}), decoding)
+    assert decoding.plain_because is None and (decoding.padded.because is None) == (name in IN_TREES)
+    distinct = len(set(encoded.all))
+    assert before == 1 and len(encoded.all) >= (4 * COPIES // 2 + 1) * distinct  # TRL's, and each once
+    assert decoding.counts["prompt_tokens_shared"] > inputs["attention_mask"].sum() * (COPIES - 1) // COPIES - 1
+
+
+# Trainings.
+
+
+DIVISIONS = {
+    "one step": {},
+    "several steps": {"num_iterations": 2},
+    "means of tokens": {"loss_type": "bnpo", "steps_per_generation": 8, "per_device_train_batch_size": 2},
+}
+OF_ROWS = [
+    *itertools.product(vision.KINDS, ["grpo"], DIVISIONS),
+    *((name, "rloo", "one step") for name in vision.KINDS),
+]
+QUICK = [
+    *((name, "grpo", "one step") for name in ("qwen2_vl", "idefics3", "llava_next", "gemma3")),
+    ("smolvlm", "grpo", "several steps"), ("qwen3_vl", "rloo", "one step"), ("llava", "grpo", "means of tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, kind, division", mostly_slow(OF_ROWS, QUICK))
+def test_rows_without_advantage_are_left_out_with_their_images(name, kind, division, tmp_path):
+    ours = {"rollouts": "off"}
+    theirs, here = both(name, tmp_path, kind, ours, **DIVISIONS[division])
+    assert_same(theirs, here)
+    summary = here.trainer.hybrid_summary()
+    assert summary["every_row_because"] is None and summary["rows_skipped"] >= summary["rows"] / 4
+    assert (summary["log_probs_skipped"] > 0) == (division != "one step" or kind == "rloo")
+
+
+def adapted(model):
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+RUNS = {
+    "grpo": {},
+    "rloo": {},
+    "several steps": {"num_iterations": 2},
+    "adapters and a reference": {"change": adapted, "beta": 0.1},
+}
+OF_RUNS = [*itertools.product(DECODED, RUNS)]
+QUICK_RUNS = [
+    ("qwen3_vl", "grpo"), ("qwen3_5", "several steps"), ("idefics3", "adapters and a reference"), ("gemma3", "grpo"),
+    ("paligemma", "grpo"), ("qwen2_5_vl", "rloo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, run", mostly_slow(OF_RUNS, QUICK_RUNS))
+def test_runs_with_images_are_those_of_trl(name, run, tmp_path):
+    theirs, ours = both(name, tmp_path, run if run in CLASSES else "grpo", **RUNS[run])
+    assert_same(theirs, ours)
+    summary = ours.trainer.hybrid_summary()
+    assert summary["plain_rollouts_because"] is None and summary["prompt_tokens_shared"] > 0
+    if name not in ("gemma3", "paligemma"):
+        assert summary["plain_rows_because"] is None
+        passes = ours.encoded.passes[ours.encoded.compared :]
+        assert any(passes) and all(len(of_pass) == len(set(of_pass)) for of_pass in passes)
+        assert len(theirs.encoded.all) > 3 * len(ours.encoded.all)
