@@ -55,14 +55,14 @@ def scratched(arm: str) -> str:
     return " and ".join(f"{loss_from_scratch(shape, arm):.2f}" for shape in ("10m", "124m"))
 
 
-@table("readme")
-def of_images() -> dict[str, float]:
+def images_times() -> dict[str, float]:
     """How many times fewer seconds ours takes than TRL, by the case."""
     return {row["case"]: row["ratio"] for row in all_lines("skips", "images")}
 
 
+@table("readme")
 def readme() -> str:
-    images = of_images()
+    images = images_times()
     system = row_ratio("smollm2", "shuffled", "system", "trainer")
     instructions = row_ratio("smollm2", "shuffled", "instructions", "trainer")
     chats = row_ratio("smollm2", "shuffled", "system", "trl")
@@ -142,7 +142,7 @@ def results_() -> str:
     lowest, highest = rule_over_best()[0], rule_over_best()[-1]
     streamed, resident = (peak("8b", mode, 16384) for mode in ("stream-8bit", "resident-8bit"))
     own = {row["arm"]: row for row in all_lines("speedup", "overhead")}
-    images = of_images()
+    images = images_times()
     small, int8, sweeps = exported("reordered", "gguf-q4_m"), exported("smollm2", "int8"), searched()
     s = elsewhere_s()
     saves = [stopped(size, "off, behind")[1] for size in ("135M", "27M")]
