@@ -342,8 +342,10 @@ def _with_images(values: dict[str, Any], row: Row, folder: Path) -> dict[str, An
 
 def _image(value: Any, folder: Path) -> dict[str, Any]:
     """An image as `datasets` stores it, whose beginning has been read."""
-    from PIL import Image
-
+    try:
+        from PIL import Image
+    except ImportError:
+        raise FormatError('images need Pillow. Install it: pip install "hf-hybrid[images]"') from None
     data = value
     if isinstance(value, Mapping):
         data = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)

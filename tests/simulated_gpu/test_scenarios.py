@@ -378,6 +378,18 @@ ONLY_ELSEWHERE = {
         ),
         "tests/rows/test_layers_with_state.py, on a CPU",
     ),
+    **dict.fromkeys(
+        (
+            "rows/images.py: found[name] = (joined[None] if self._by_row else joined).to(device, non_blocking=True)",
+            "rows/windows.py: inputs |= send_to_device(batch.images.padded(*batch[:2]), self.trainer.args.device, "
+            "non_blocking=True)",
+        ),
+        "the scenario `pictures_shared`, which is slow",
+    ),
+    "trl/groups.py: before = tokens_before[(part // size).to(advantages.device, non_blocking=True)]": (
+        "losses that are means over tokens (tests/trl/test_grpo.py), on a CPU"
+    ),
+    "trl/rl.py: return f'with `{self._sharding}` processes generate in step'": "FSDP2 (tests/trl/test_on_processes.py)",
     "rows/tree.py: return list(tensors)": "a CPU",
     "hub/provenance.py: if device != 'cpu'": "MPS, of which torch tells no name",
     "hub/provenance.py: parts = {'Accelerator': f'{devices} x {device}', **parts}": "MPS",
