@@ -99,16 +99,16 @@ def adapters_of(model: nn.Module) -> tuple:
 @contextlib.contextmanager
 def standing_in(model: nn.Module, encoder: Any, row_of: Callable[[], RowImages | None]) -> Generator[None]:
     """Context in which the features of images are put where the flat row that `row_of` returns has their tokens."""
-    own = encoder.get_image_features
+    own, of_user = encoder.get_image_features, vars(encoder).get("get_image_features")
 
     def get_image_features(*args: Any, **kwargs: Any) -> Any:
         if (row := row_of()) is None:
             return own(*args, **kwargs)
-        arguments = inspect.signature(own).bind(*args, **kwargs).arguments
+        # By the names of the model's own method: a user's in its place may take any arguments.
+        _, *named = inspect.signature(type(encoder).get_image_features).parameters
 
         def encode(images: dict[str, Tensor]) -> Any:
-            given = {**arguments, **arguments.get("kwargs", {})}
-            given.pop("kwargs", None)
+            given = {**dict(zip(named, args)), **kwargs}
             return own(**{**given, **{name: images[name] for name in images.keys() & given.keys()}})
 
         return row.of.features(row, encode, (id(encoder), adapters_of(model), torch.is_grad_enabled()))
@@ -118,6 +118,8 @@ def standing_in(model: nn.Module, encoder: Any, row_of: Callable[[], RowImages |
         yield
     finally:
         del encoder.get_image_features
+        if of_user is not None:
+            encoder.get_image_features = of_user
 
 
 class Images:

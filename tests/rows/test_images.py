@@ -274,6 +274,28 @@ def test_pictures_that_token_ids_do_not_tell_apart(name, tmp_path):
         assert_once(run, least=4.0)
 
 
+def doubled(model, name):
+    """The model with a `get_image_features` of a user, which doubles what it finds."""
+    encoder = model.model
+    own = encoder.get_image_features
+
+    def get_image_features(*args, **kwargs):
+        found = own(*args, **kwargs)
+        found.pooler_output = [2 * features for features in found.pooler_output]
+        return found
+
+    encoder.get_image_features = get_image_features
+    return model
+
+
+def test_a_users_features_of_images_are_those_that_are_learned(tmp_path):
+    run, plain = (both("qwen2_vl", "sft", tmp_path / str(change), change=change) for change in (doubled, None))
+    assert_same(run)
+    assert_once(run)
+    assert vars(run.trained.model.model)["get_image_features"].__name__ == "get_image_features"
+    assert apart(weights(run.trained.model), weights(plain.trained.model)) > 1e-4
+
+
 def limited(trainer, most):
     """Let layers fail as memory does that ends, where a pass has more than so many tokens or places."""
     failed = []
