@@ -601,12 +601,17 @@ class Exchange(Part):
         self.images = self.images or Images()
         return self.images.coded(facts.encoder, inputs, batch)
 
-    def _count_images(self, batches: Sequence[Batch], trees: Sequence[Tree]) -> None:
-        """Count the images of batches, and those that their trees, if there are any, do not encode again."""
+    def _count_images(self, batches: Sequence[Batch], trees: Sequence[Tree], apart: bool = False) -> None:
+        """
+        Count the images of batches, and those that their trees, if there are any, do not encode again. `apart`: each
+        tree encodes its own.
+        """
         images: Any = self.images
         count = sum(images.count(batch)[0] for batch in batches if batch.images is not None)
         self.counts["images"] += count
-        self.counts["images_shared"] += count - images.count_encoded(trees)[0] if trees else 0
+        encodings = [[tree] for tree in trees] if apart else [trees] if trees else []
+        encoded = sum(images.count_encoded(encoding)[0] for encoding in encodings)
+        self.counts["images_shared"] += count - encoded if trees else 0
 
     # Whether.
 

@@ -137,6 +137,8 @@ class Images:
         """What an encoder returned last."""
         self._kept: dict[tuple, list[Tensor]] = {}
         """Features of images that need no gradient, or are read again, see [`features`]."""
+        self.keeps = True
+        """Whether features without a gradient are: code of a user may change the encoder between micro-batches."""
         self._leaves: dict[tuple, list[Tensor]] = {}
         self._waiting: list[tuple] = []
 
@@ -227,6 +229,8 @@ class Images:
                 if leaves is not None:
                     self._waiting.append((parts, self._leaves.pop(of_image)))
         pooled, *layers = (torch.cat(parts)[row.index.to(parts[0].device)] for parts in zip(*chosen))
+        if not self.keeps:
+            self._kept.clear()
         output = self._kinds[key]
         more = {"deepstack_features": [[layer] for layer in layers]} if layers else {}
         pooled = pooled if torch.is_tensor(output.pooler_output) else [pooled]

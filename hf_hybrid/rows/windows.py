@@ -231,6 +231,8 @@ class SharedWindows(Exchange):
         apart = reason is None and self._find_apart(step, facts)
         if reason is None and (reason := next(filter(None, map(reason_not_documents, step.on_host)), None)) is not None:
             self.fallbacks.cannot_be_exact(reason)
+        if apart and self.images is not None:
+            self.images.keeps = False
         self._stays_apart = apart or (step.items is None and self._has_other_means())
         if step.items is None and not self._stays_apart:
             batches = [batch.as_mean() for batch in batches]
@@ -437,7 +439,8 @@ class SharedWindows(Exchange):
         self.counts["tokens"] += tokens
         is_exchanged = step.window is not None or self.in_every_pass
         if self.images is not None:
-            self._count_images(batches, trees if is_exchanged else ())
+            apart = self.in_every_pass or self.trainer.accelerator.num_processes > 1
+            self._count_images(batches, trees if is_exchanged else (), apart)
         if is_exchanged:
             self.counts["tokens_padding"] += sum(places_of(batches)) - tokens
             self.counts["tokens_shared"] += tokens - sum(tree.size for tree in trees)

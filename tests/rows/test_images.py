@@ -296,6 +296,26 @@ def test_a_users_features_of_images_are_those_that_are_learned(tmp_path):
     assert apart(weights(run.trained.model), weights(plain.trained.model)) > 1e-4
 
 
+class Moves(TrainerCallback):
+    """Code of a user that changes a frozen image encoder between micro-batches."""
+
+    def on_substep_end(self, args, state, control, model, **kwargs):
+        with torch.no_grad():
+            model.model.visual.patch_embed.proj.weight.mul_(1.1)
+
+
+def test_an_encoder_that_changes_between_micro_batches_encodes_again(tmp_path):
+    runs = []
+    for ours in (False, True):
+        # 4 rows share an image. To recompute layers, transformers has their inputs ask for gradients.
+        options = {"per_device_train_batch_size": 2, "change": frozen, checkpointing_option(): False}
+        trainer, watch = build("qwen2_vl", "sft", ours, tmp_path / str(ours), **options)
+        trainer.add_callback(Moves())
+        runs += [fitted(trainer), watch]
+    assert_same(SimpleNamespace(**dict(zip(("plain", "theirs", "trained", "ours"), runs, strict=True))))
+    assert runs[2].hybrid_summary()["images_shared"] > 0
+
+
 def limited(trainer, most):
     """Let layers fail as memory does that ends, where a pass has more than so many tokens or places."""
     failed = []
