@@ -54,6 +54,7 @@ from hf_hybrid.run.trainer_view import SEAMS, Code, acts_beside_layers, acts_bet
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
 from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
+from hf_hybrid.saving.reference import parts_of_reference
 from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_converted, load_optimizer, load_weights
 from hf_hybrid.saving.start import restoring
@@ -236,7 +237,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
 
     def own_parts(self) -> list[Part]:
         """Return the parts that trainers of this kind add to every run."""
-        return []
+        return parts_of_reference(self)
 
     @property
     def has_phases(self) -> bool:

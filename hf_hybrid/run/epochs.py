@@ -23,9 +23,9 @@ class Epochs:
 
     def find_place(self) -> None:
         """Find the epoch in which the run begins, once its loader is there."""
-        self.next = self._place()[0]
+        self.next = self.place()[0]
 
-    def _place(self) -> tuple[int, int]:
+    def place(self) -> tuple[int, int]:
         """Return the epoch that Trainer enters next, and how many of its batches a resume skips."""
         trainer = self._trainer
         loader, accumulation = trainer.callback_handler.train_dataloader, trainer.args.gradient_accumulation_steps
@@ -59,7 +59,7 @@ class Epochs:
         if trainer.saver.resumed_from is not None:
             reads_itself, trainer.saver.resumed_from = feed.begun, None
             if not reads_itself:
-                feed.trained = self._place()[1]
+                feed.trained = self.place()[1]
         else:  # Trainer does not know how often a resumed run has gone through a stream, which may differ by epoch
             reads_itself = trainer.saver.report is not None and not has_length(loader)
         if reads_itself:

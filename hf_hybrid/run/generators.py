@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -83,3 +87,52 @@ def generators_of(dataloader: Any) -> dict[str, RandomGenerator]:
 
     visit(dataloader, "")
     return generators
+
+
+def held_by(users: Mapping[str, Any]) -> dict[str, RandomGenerator]:
+    """
+    Return the generators that functions and objects of a user draw from, by the way to each. They are attributes, or
+    code names them. Other functions and objects are followed that the same module defines.
+    """
+    found: dict[str, RandomGenerator] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any, at: str) -> None:
+        if id(value) in seen or inspect.ismodule(value):
+            return
+        seen.add(id(value))
+        if isinstance(value, RandomGenerator):
+            if not isinstance(value, random.SystemRandom):
+                found[at] = value
+            return
+        if inspect.isfunction(value):
+            module, inside = value.__module__, _named(value)
+        elif inspect.isroutine(value) or isinstance(value, functools.partial):  # a method, or another wrapper
+            for name in ("__self__", "__func__", "func"):
+                visit(getattr(value, name, None), at)
+            module, inside = "", {**dict(enumerate(getattr(value, "args", ()))), **getattr(value, "keywords", {})}
+        else:
+            module, inside = type(value).__module__, {}
+            for place in (*type(value).__mro__[-2::-1], value):
+                inside |= getattr(place, "__dict__", {})
+        for name, held in inside.items():
+            kind = held if inspect.isfunction(held) or isinstance(held, (staticmethod, classmethod)) else type(held)
+            is_kind = isinstance(held, (RandomGenerator, functools.partial)) or inspect.isbuiltin(held)
+            if is_kind or inspect.ismethod(held) or getattr(kind, "__module__", None) == module:
+                visit(held, f"{at}.{name}")
+
+    for name, user in users.items():
+        visit(user, name)
+    return found
+
+
+def _named(function: Any) -> dict[str, Any]:
+    """Return the global variables that the code of a function names, also inside of it, and those of its closure."""
+    codes, values = [function.__code__], {}
+    for code in codes:  # more are added meanwhile
+        values |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        codes += filter(inspect.iscode, code.co_consts)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # nothing is in it
+            values[name] = cell.cell_contents
+    return values

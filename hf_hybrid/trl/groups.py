@@ -267,6 +267,14 @@ class ExactSkips:
                 return False
         return True
 
+    def reached(self, model: torch.nn.Module) -> dict[str, bool]:
+        """Return for a checkpoint what passes have shown of the parameters, by name."""
+        return {name: self._reached[weight] for name, weight in model.named_parameters() if weight in self._reached}
+
+    def take_up(self, model: torch.nn.Module, reached: dict[str, bool]) -> None:
+        """Take up what [`reached`] returned."""
+        self._reached |= {weight: reached[name] for name, weight in model.named_parameters() if name in reached}
+
     def fill_gradients(self, model: torch.nn.Module) -> None:
         """Give a zero gradient to trained parameters that computing the other rows would have given one."""
         trained, computed = [], False
@@ -323,7 +331,7 @@ class SamplerDistance:
 
     def __init__(self):
         self._pending: PendingRead | None = None
-        self._means, self._largest = list[float](), 0.0
+        self._means, self._largest = tuple[float, ...](), 0.0  # a copy of this object stays as it is
 
     def add(self, numbers: Tensor) -> None:
         """Add the mean and the largest distance in a micro-batch, of all processes; NaN where one has none."""
@@ -334,14 +342,21 @@ class SamplerDistance:
         if self._pending is not None:
             for mean, largest in torch.tensor(self._pending.read()).view(-1, 2).tolist():
                 if not math.isnan(mean):
-                    self._means.append(mean)
+                    self._means += (mean,)
                     self._largest = max(self._largest, largest)
             self._pending = None
+
+    def state_dict(self) -> dict[str, Any]:
+        self._read()
+        return {"means": [*self._means], "largest": self._largest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._means, self._largest = tuple(state["means"]), state["largest"]
 
     def take(self) -> dict[str, float]:
         """Return what is logged, and begin anew."""
         self._read()
-        means, largest, self._means, self._largest = self._means, self._largest, [], 0.0
+        means, largest, self._means, self._largest = self._means, self._largest, (), 0.0
         return {SAMPLER + "mean": sum(means) / len(means), SAMPLER + "max": largest} if means else {}
 
 

@@ -7,6 +7,7 @@ groups.py explains which rows and why the update stays TRL's, decoding.py how co
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections import Counter
@@ -54,6 +55,7 @@ from hf_hybrid.trl.groups import (
     total_rewards,
 )
 from hf_hybrid.trl.sft_dpo import TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
+from hf_hybrid.trl.users import UsersState, restore_table, table_of
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
@@ -111,7 +113,7 @@ class Rollouts(Part):
     """
     What a run leaves out of its generation batches, and where it stands in them. TRL keeps the latter in memory alone,
     and generates anew after a resume. On this process it counts [`COUNTS`]. Of the trainer it reads the options and
-    TRL's generation batch, which a resume writes.
+    TRL's generation batch, which a resume writes: its rewards and tools are asked for once.
     """
 
     name = "rollouts"
@@ -125,6 +127,7 @@ class Rollouts(Part):
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
         self.users_rewards = Fallbacks("Rewards are asked for where TRL asks, and all advantages are TRL's", tells)
+        self.of_users = UsersState(trainer)
         self.window_begins_at = 0  # TRL's number of the first micro-batch of the window
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
@@ -139,6 +142,11 @@ class Rollouts(Part):
         self.every_row.because = self._settings = None
         self.counts = run.counts
         vars(self).pop("users", None)
+        # An error or an interrupt may have ended the last run in the middle of a generation batch.
+        trainer._step, trainer._buffered_inputs, trainer.distance = trainer.epochs.place()[1], None, SamplerDistance()
+        for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
+            pending.clear()
+        self.of_users.begin()
 
     @functools.cached_property
     def users(self) -> dict[tuple[str, ...], str | None]:
@@ -227,14 +235,18 @@ class Rollouts(Part):
         generates = trainer._step % (per_generation * trainer.num_iterations) == 0
         return {
             "step": trainer._step,
-            "batches": [] if generates else [dict(batch) for batch in trainer.generated],
+            "batches": [] if generates else [*map(dict, trainer._buffered_inputs or ())],
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
+            "distance": copy.copy(trainer.distance),
+            "users": self.of_users.now() if self.of_users.is_any and trainer._step else {},
         }
 
     def state_dict(self) -> dict[str, Any]:
         place = self._place() if self._before is None else self._before
         batches = tree_map_only(Tensor, Tensor.clone, place["batches"])  # they are views of one generation batch
-        return {OWN: {**place, "batches": batches, "layout": self._layout()}}
+        more = {"batches": batches, "distance": place["distance"].state_dict(), "layout": self._layout()}
+        more |= {"reached": self.skips.reached(self.trainer.model), "table": table_of(self.trainer)}
+        return {OWN: {**place, **more}}
 
     def resume(self, state: dict[str, Any]) -> None:
         if self.name not in state:
@@ -242,6 +254,9 @@ class Rollouts(Part):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer, place = self.trainer, state.get(OWN)
+        if place is not None:
+            self.of_users.restore(place["users"])
+            self.skips.take_up(trainer.model, place["reached"])
         usable = place is not None and place["layout"] == self._layout()
         if trainer._agree(int(not usable)) or place is None:  # on any process
             logger.warning(
@@ -255,6 +270,8 @@ class Rollouts(Part):
         batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), place["batches"])
         trainer._step, trainer._buffered_inputs = place["step"], batches or None
         trainer._metrics["train"].update(place["metrics"])
+        trainer.distance.load_state_dict(place["distance"])
+        restore_table(trainer, place["table"])
 
 
 # Configs.

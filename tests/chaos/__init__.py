@@ -11,6 +11,7 @@ The chaos suite: whatever is done to a training, nothing is lost, nothing differ
 | `kills.py` | `kill -9` at random moments and inside saves, then resume |
 | `power.py` | loss of power: a simulated disk that keeps only what was flushed, then resume |
 | `collisions.py` | two processes that train in one folder |
+| `rollouts.py` | GRPO and RLOO killed in rollouts, rewards, tools and between steps, then resume; calls are counted |
 | `faults.py` | other interruptions: signals, a full disk, a clock set back, old checkpoints |
 | `ranks.py` | signals on the processes of one training, up to a second apart |
 | `flips.py` | a bit that flips on one of two processes |
@@ -41,6 +42,9 @@ class Result:
     outcome: str
     detail: str = ""
     interruptions: int = 0
+    asked: int = 0
+    asked_twice: int = 0
+    """Calls of rewards, tools and environments: those of a run that is left alone, and those made once more."""
 
 
 class Case:
@@ -59,13 +63,14 @@ class Case:
         self.name, self.seed, self.folder, self.expected, self.prepared = name, seed, folder, expected, prepared
         self.part, self.kind, number = name.split("/")
         self.number, self.chance, self.interruptions = int(number), generator(seed, name), 0
+        self.asked = self.asked_twice = 0
         self.out, self.log = folder / "out", folder / "log"
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
 
     def result(self, outcome: str, detail: str = "") -> Result:
-        return Result(self.name, outcome, detail, self.interruptions)
+        return Result(self.name, outcome, detail, self.interruptions, self.asked, self.asked_twice)
 
 
 def generator(seed: int, case: str) -> random.Random:

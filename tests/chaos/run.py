@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import multiprocessing
 import os
 import shutil
@@ -42,6 +43,7 @@ from chaos import (
     kills,
     power,
     ranks,
+    rollouts,
     sweeps,
     trainings,
 )
@@ -100,6 +102,10 @@ PARTS: dict[str, Part] = {
         "signals on ranks: SIGTERM and SIGUSR1 on two and three processes, up to a second apart", 200,
         ranks.told_to_end, lambda modes: [kind for kind, (_, _, mode) in ranks.KINDS.items() if mode in modes],
     ),
+    "rollouts": Part(
+        "GRPO and RLOO killed in rollouts, rewards, tools and between steps, and resumed", 100, rollouts.kill,
+        lambda modes: list(rollouts.KINDS) if importlib.util.find_spec("trl") else [],
+    ),
     "flips": Part(
         "a bit of weights or optimizer states that flips on one of two processes", 60, flips.flipped,
         lambda modes: [kind for kind, (_, mode) in flips.KINDS.items() if mode in modes],
@@ -130,17 +136,19 @@ def main() -> int:
     for name, part in PARTS.items():
         said = f"{part.what} (default: {part.count})"
         parser.add_argument(f"--{name}", type=int, default=part.count, metavar="N", help=said)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these (default: all)")
     parser.add_argument("--modes", nargs="*", help="kinds of training, see trainings.py (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="cases at a time (default: 2)")
-    parser.add_argument("--case", help="only this one")
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--folder", type=Path, help="for the files of faulty cases (default: a new folder)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    names = [args.case] if args.case else None
+    names = args.case
     modes, missing = trainings.available(args.modes or list(trainings.MODES))
     if names is None:
-        names = [name for part in PARTS for name in cases(part, getattr(args, part.replace("-", "_")), modes)]
+        counts = {part: getattr(args, part.replace("-", "_")) for part in args.parts}
+        names = [name for part, count in counts.items() for name in cases(part, count, modes)]
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     gc.collect()
     gc.freeze()  # collections in the processes do not look through what was imported
@@ -195,7 +203,7 @@ def _refer(made: Path, kind: str, prepares: list[Callable | None]) -> tuple[Ende
     """Train the reference of a kind, and make what cases of this kind begin with."""
     folder = made / kind
     folder.mkdir()
-    part = next((part for part in (ranks, flips) if kind in part.KINDS), kills)
+    part = next((part for part in (ranks, rollouts, flips) if kind in part.KINDS), kills)
     reference = part.reference(kind, folder)
     for prepare in filter(None, prepares):
         if reference[0].how == "returned":
@@ -226,7 +234,8 @@ def table(results: list[Result]) -> str:
     for part, by_kind in by_part.items():
         lines.append(_line(part, "all", [result for results in by_kind.values() for result in results]))
         for kind, results in by_kind.items():
-            if len(by_kind) > 1 and (part == "kills" or any(result.outcome not in GOOD for result in results)):
+            faulty = any(result.outcome not in GOOD for result in results)
+            if len(by_kind) > 1 and (part in ("kills", "rollouts") or faulty):
                 lines.append(_line("", kind, results))
     return "\n".join(lines)
 
@@ -236,6 +245,9 @@ def _line(part: str, kind: str, results: list[Result]) -> str:
     said = [f"{count:,} {outcome}" for outcome, count in outcomes.items() if outcome in GOOD]
     said = [f"**{count:,} {outcome}**" for outcome, count in outcomes.items() if outcome not in GOOD] + said
     interruptions = sum(result.interruptions for result in results)
+    if asked := sum(result.asked for result in results):
+        again = sum(result.asked_twice for result in results)
+        said.append(f"{asked:,} calls, {again:,} once more")
     return f"| {part} | {kind} | {len(results):,} | {interruptions:,} | {', '.join(said)} |"
 
 

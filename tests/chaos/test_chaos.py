@@ -16,10 +16,10 @@ from hf_hybrid.saving import manifest
 from hf_hybrid.saving.lock import FolderLock
 
 pytestmark = pytest.mark.processes
-FEW = {"kills": 2, "damages": 3, "power": 1, "collisions": 1}
+FEW = {"kills": 2, "damages": 3, "power": 1, "collisions": 1, "rollouts": 2}
 MORE = {"kills": 140, "damages": 120, "signals": 40, "disk": 40, "clock": 20, "anew": 40, "finished": 36, "reports": 60}
 MORE |= {"flips": 12, "power": 70, "collisions": 70, "ranks": 16, "exports": 30, "sweeps": 30, "constructions": 200}
-MORE |= {"command-lines": 40}
+MORE |= {"command-lines": 40, "rollouts": 38}
 
 
 def options(folder, counts):
