@@ -105,6 +105,7 @@ def held_by(users: Mapping[str, Any]) -> dict[str, RandomGenerator]:
             if not isinstance(value, random.SystemRandom):
                 found[at] = value
             return
+        given: Any = ()
         if inspect.isfunction(value):
             module, inside = value.__module__, _named(value)
         elif inspect.isroutine(value) or isinstance(value, functools.partial):  # a method, or another wrapper
@@ -112,12 +113,12 @@ def held_by(users: Mapping[str, Any]) -> dict[str, RandomGenerator]:
                 visit(getattr(value, name, None), at)
             module, inside = "", {**dict(enumerate(getattr(value, "args", ()))), **getattr(value, "keywords", {})}
         else:
-            module, inside = type(value).__module__, {}
-            for place in (*type(value).__mro__[-2::-1], value):
-                inside |= getattr(place, "__dict__", {})
+            module, given = type(value).__module__, getattr(value, "__dict__", {})
+            inside = {name: held for kind in type(value).__mro__[-2::-1] for name, held in vars(kind).items()} | given
         for name, held in inside.items():
             kind = held if inspect.isfunction(held) or isinstance(held, (staticmethod, classmethod)) else type(held)
-            is_kind = isinstance(held, (RandomGenerator, functools.partial)) or inspect.isbuiltin(held)
+            is_given = inspect.isfunction(held) and name in given  # to an object that wraps it
+            is_kind = isinstance(held, (RandomGenerator, functools.partial)) or inspect.isbuiltin(held) or is_given
             if is_kind or inspect.ismethod(held) or getattr(kind, "__module__", None) == module:
                 visit(held, f"{at}.{name}")
 

@@ -104,7 +104,8 @@ def table_of(trainer: Any) -> dict[str, list]:
     logs = trainer._logs
     rows = {name: [*logs[name]] for name in ("prompt", "completion", "advantages")}
     rows |= {f"{of}/{name}": [*values] for of in ("rewards", "extra") for name, values in logs[of].items()}
-    return json.loads(json.dumps(rows, default=lambda value: getattr(value, "tolist", lambda: None)()))
+    of_scalar = lambda value: value.item() if getattr(value, "ndim", None) == 0 else None  # noqa: E731
+    return json.loads(json.dumps(rows, skipkeys=True, default=of_scalar))
 
 
 def restore_table(trainer: Any, table: dict[str, list]) -> None:

@@ -79,6 +79,14 @@ class Steps(TrainerCallback):
         self.journal(EVALUATED, state.global_step)
 
 
+class SavesInsideSteps(TrainerCallback):
+    """Saves between the micro-batches of steps, in the first of which completions are generated."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step % 4 < 2:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
 # What a user brings.
 
 
@@ -226,7 +234,9 @@ KINDS: dict[str, dict[str, Any]] = {
                           "per_device_eval_batch_size": 4},
     "GRPO, told to end": {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1,
                           "per_device_eval_batch_size": 4, "enable_jit_checkpoint": True},
-    "GRPO, later epochs": {"save_steps": 1, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 32},
+    "GRPO, saves inside steps": {"save_strategy": "no", "inside": True, "share_rows": "auto"},
+    "GRPO, later epochs": {"save_steps": 1, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 32,
+                           "dataloader_num_workers": 1},
     "GRPO, stream": {"save_steps": 1, "stream": True},
     "RLOO": {**ADAM, "save_steps": 1, "trainer": "RLOO", "beta": 0.05},
     "RLOO, a reference that follows": {
@@ -266,11 +276,11 @@ def build(kind: str, folder: Path, journal: Journal):
         if not (base := folder.parent / "base").exists():
             own["model"].save_pretrained(base)
         own["model"] = type(own["model"]).from_pretrained(base)
-    steps = Steps(journal)
-    trainer = rollouts.build(
-        getattr(hf_hybrid, f"Hybrid{name}Trainer"), folder, share, callbacks=[steps], **own, **values
-    )
-    steps.trainer = trainer
+    callbacks = [Steps(journal), *([SavesInsideSteps()] if values.pop("inside", False) else [])]
+    kind = getattr(hf_hybrid, f"Hybrid{name}Trainer")
+    trainer = rollouts.build(kind, folder, share, callbacks=callbacks, **own, **values)
+    for callback in callbacks:
+        callback.trainer = trainer
     return trainer
 
 

@@ -18,6 +18,7 @@ from trl import GRPOTrainer  # noqa: E402
 
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer, HybridGRPOTrainer  # noqa: E402
 from hf_hybrid.run.generators import held_by  # noqa: E402
+from hf_hybrid.trl.rewards import CheckedReward  # noqa: E402
 
 CLOCKS = ("step_time", "runtime", "per_second", "train_loss")
 COUNTS = ("rows", "rows_skipped", "backward_passes_avoided_exactly", "log_probs_skipped", "rows_decoded")
@@ -241,6 +242,7 @@ def test_generators_of_functions_and_objects_are_found():
         (in_a_comprehension, [OWN, ARRAYS]),
         (place, of_place),
         (place.reset, of_place),
+        (CheckedReward("judge", in_a_comprehension), [OWN, ARRAYS]),
         (given, [given.func.__closure__[0].cell_contents, given.keywords["other"]]),
         (torch.nn.Linear(2, 2).forward, []),
         (print, []),
