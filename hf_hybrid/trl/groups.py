@@ -351,7 +351,7 @@ class SamplerDistance:
         return {"means": [*self._means], "largest": self._largest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._means, self._largest = tuple(state["means"]), state["largest"]
+        self._means, self._largest = tuple(state.get("means", ())), state.get("largest", 0.0)
 
     def take(self) -> dict[str, float]:
         """Return what is logged, and begin anew."""

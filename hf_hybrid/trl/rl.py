@@ -255,8 +255,8 @@ class Rollouts(Part):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer, place = self.trainer, state.get(OWN)
         if place is not None:
-            self.of_users.restore(place["users"])
-            self.skips.take_up(trainer.model, place["reached"])
+            self.of_users.restore(place.get("users", {}))  # like others below not in older checkpoints
+            self.skips.take_up(trainer.model, place.get("reached", {}))
         usable = place is not None and place["layout"] == self._layout()
         if trainer._agree(int(not usable)) or place is None:  # on any process
             logger.warning(
@@ -270,8 +270,8 @@ class Rollouts(Part):
         batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), place["batches"])
         trainer._step, trainer._buffered_inputs = place["step"], batches or None
         trainer._metrics["train"].update(place["metrics"])
-        trainer.distance.load_state_dict(place["distance"])
-        restore_table(trainer, place["table"])
+        trainer.distance.load_state_dict(place.get("distance", {}))
+        restore_table(trainer, place.get("table", {}))
 
 
 # Configs.

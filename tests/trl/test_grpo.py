@@ -911,7 +911,7 @@ def test_what_is_used_of_trl_is_there(tmp_path):
     text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Hooks of TRL")[1]
     named = re.findall(r"`(_\w+)`", "".join(re.findall(r"^\| ([^|]+) \|", text.split("\n## ")[0], re.M)))
     theirs = build(GRPOTrainer, tmp_path)
-    assert len(named) == 8 and all(hasattr(theirs, name) for name in named)
+    assert len(named) == 11 and all(hasattr(theirs, name) for name in named)
     taken = {name: list(inspect.signature(getattr(theirs, name)).parameters) for name in named[:2]}
     assert taken == {
         "_prepare_inputs": ["generation_batch"],
