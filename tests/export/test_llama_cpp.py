@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ByteText, tiny_model
-from test_export import bpe_tokenizer
+from test_export import KINDS, bpe_tokenizer, of_kind, spaced_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
     LlamaConfig,
+    MistralConfig,
     Qwen2Config,
-    Qwen3Config,
     Trainer,
     TrainingArguments,
 )
@@ -91,26 +92,27 @@ def test_llama_cpp_computes_the_loss_of_transformers(run, tmp_path, kind):
     assert found["chat_template"] == CHAT
 
 
-@pytest.mark.parametrize(
-    "kind, tied", [(LlamaConfig, False), (Qwen2Config, True), (Qwen3Config, False)], ids=["llama", "qwen2", "qwen3"]
-)
-def test_every_architecture_that_is_written_runs(tmp_path, kind, tied):
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128 if kind is Qwen3Config else 16}
-    shape |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 264}
-    rope = {"rope_type": "default", "rope_theta": 500.0}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        kind(**shape, tie_word_embeddings=tied, rope_parameters=rope, max_position_embeddings=64, rms_norm_eps=1e-3)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))  # no bias is zero, no norm one, and attention is uneven
-    model.save_pretrained(tmp_path / "run")
-    bpe_tokenizer().save_pretrained(tmp_path / "run")
+@pytest.mark.parametrize("kind, tied", [(LlamaConfig, False), (Qwen2Config, True), *((kind, False) for kind in KINDS)])
+@pytest.mark.parametrize("words", [bpe_tokenizer, spaced_tokenizer])
+def test_every_architecture_that_is_written_runs(tmp_path, kind, tied, words):
+    if words is spaced_tokenizer and kind not in (LlamaConfig, MistralConfig, Gemma2Config):
+        pytest.skip("another architecture has no other tokenizer")
+    of_kind(kind, tied or "Gemma" in kind.__name__, vocab_size=300).save_pretrained(tmp_path / "run")
+    words().save_pretrained(tmp_path / "run")
     exporter.export(tmp_path / "run", tmp_path / "export", "gguf-f16")
     found = in_llama_cpp(tmp_path / "export", tmp_path)
     assert found["loss"] == pytest.approx(in_transformers(tmp_path / "run"), rel=1e-3)
     assert found["ids"] == AutoTokenizer.from_pretrained(tmp_path / "run")(TEXTS)["input_ids"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_texts_are_cut_at_spaces_as_sentencepiece_does(tmp_path, prefix):
+    of_kind(LlamaConfig, False, vocab_size=300).save_pretrained(tmp_path / "run")
+    spaced_tokenizer(prefix).save_pretrained(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "export", "gguf-q8_0")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    ids = in_llama_cpp(tmp_path / "export", tmp_path)["ids"]
+    assert ids == tokenizer(TEXTS)["input_ids"] and any(tokenizer.convert_tokens_to_ids("▁the") in row for row in ids)
 
 
 def test_merged_adapters_run(run, tmp_path):
