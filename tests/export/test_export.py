@@ -655,13 +655,16 @@ def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_pat
         return str(error.value)
 
     assert "`format` must be one of merged, int8, " in refusal("int3")
-    assert "`llama-quantize model.gguf OUTPUT.gguf q4_k_m`" in refusal("gguf-q4_k_m")
+    half = f"{run}-gguf-f16"
+    said = f"--format gguf-f16`, then `llama-quantize {half}/model.gguf {half}/q4_k_m.gguf q4_k_m`."
+    assert refusal("gguf-q4_k_m").endswith(said)
     assert "`dtype` must be one of auto" in refusal("int8", dtype="fp8")
     tiny_model(vocab_size=264).save_pretrained(tmp_path / "narrow")
     assert "takes rows of a multiple of 64 weights" in refusal("nf4", tmp_path / "narrow")
     assert "the run has none" in refusal("gguf-q8_0", tmp_path / "narrow")
     AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt2")
     assert "models of type `gpt2` are not written" in refusal("gguf-q8_0", tmp_path / "gpt2")
+    assert f"then `python convert_hf_to_gguf.py {tmp_path / 'gpt2'}-merged`." in refusal("gguf-f16", tmp_path / "gpt2")
     tiny_model(vocab_size=264, attention_bias=True).save_pretrained(tmp_path / "narrow")
     assert "`attention_bias=True` is not written" in refusal("gguf-q8_0", tmp_path / "narrow")
     tiny_model(vocab_size=264, hidden_size=64).save_pretrained(tmp_path / "silent")

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ByteText, tiny_model
+from rig.byte_llama import assistant, user
 from test_export import KINDS, bpe_tokenizer, of_kind, spaced_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -29,6 +32,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_hybrid.cli import chat
 from hf_hybrid.export import exporter, measure
 
 MODULE = os.environ.get("HYBRID_NODE_LLAMA_CPP")
@@ -130,3 +134,53 @@ def test_merged_adapters_run(run, tmp_path):
     exporter.export(tmp_path / "run", tmp_path / "export", "gguf-f16")
     assert in_llama_cpp(tmp_path / "export", tmp_path)["loss"] == pytest.approx(loss, rel=1e-3)
     assert abs(loss / in_transformers(run) - 1) > 0.01
+
+
+OWN = (
+    "{% if messages[0]['role'] != 'system' %}<|system|>Count.<|end|>{% endif %}{% for m in messages %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.skipif(
+    not Path(MODULE, "../@evertdespiegeleer/go-template").is_dir(),
+    reason="needs `npm install @evertdespiegeleer/go-template`",
+)
+def test_a_run_with_its_own_template_answers_in_llama_cpp_and_by_its_modelfile_as_chat_does(tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model(vocab_size=264, hidden_size=64, num_attention_heads=4, max_position_embeddings=128).save_pretrained(
+        "base"
+    )
+    bpe_tokenizer().save_pretrained("base")
+    rows = [{"messages": [user(f"the {n}"), assistant(f"{n} and {n + 1}")]} for n in range(10)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("own.jinja").write_text(OWN)
+    words = ["--model", "base", "--dataset", "rows.jsonl", "--chat_template_path", "own.jinja", "--max_steps", "60"]
+    words += ["--add_tokens", "<|user|>", "<|assistant|>", "<|system|>", "--learning_rate", "1e-2", "--eval_share", "0"]
+    cli("sft", *words, "--output_dir", "out", "--use_cpu", "--report_to", "none", "--enable_predict", "false")
+    exporter.export("out", "gguf", "gguf-f16")
+    modelfile = Path("gguf/Modelfile").read_text()
+    chats = [[user("the 4")], [user("the 2"), assistant("2 and 3"), user("the 7")]]
+    chats += [[{"role": "system", "content": "Count."}, user("the 9")]]
+    asked = {"chats": chats, "stops": re.findall('stop "(.*)"', modelfile)}
+    asked["template"] = re.search('TEMPLATE """(.*?)"""', modelfile, re.S)[1]
+    Path("asked.json").write_text(json.dumps(asked))
+    command = [
+        "node",
+        str(SCRIPT.with_name("serve.mjs")),
+        str(Path(MODULE).resolve().parent),
+        "gguf/model.gguf",
+        "asked.json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    args = Namespace(model="out", dtype="auto", cpu=True, seed=0, trust_remote_code=False, temperature=0, top_p=None)
+    args.max_new_tokens = 16
+    model, tokenizer = chat.load(args)
+    for number, messages in enumerate(chats):
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        answer = chat._answer(model, tokenizer, messages, args)
+        for served in (found["file"][number], found["modelfile"][number]):
+            assert served == {"prompt": prompt, "answer": answer}
+    assert " and " in answer
