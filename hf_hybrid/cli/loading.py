@@ -442,12 +442,15 @@ def adapters_config(options: AdapterOptions) -> Any:
 
 def train_tokens(config: Any, model: Any, ids: list[int]) -> None:
     """Have adapters train the embeddings of new tokens at both ends of a model, where they do not train all of them."""
-    ends = {id(end): end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
-    names = {name.rpartition(".")[2]: end for name, end in model.named_modules() if id(end) in ends}
-    whole = [
-        *(config.modules_to_save or ()),
-        *(name for name, end in names.items() if getattr(end, "bias", None) is not None),
-    ]
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = {name.rpartition(".")[2]: end for name, end in model.named_modules() if any(end is one for one in ends)}
+    biased = [name for name, end in names.items() if getattr(end, "bias", None) is not None]  # which peft leaves out
+    whole = [*(config.modules_to_save or ()), *biased]
+    if adapted := [name for name in names if name in (config.target_modules or ()) and name not in whole]:
+        raise OptionError(
+            f"Rows of new tokens are trained in `{adapted[0]}`, and `--lora_target_modules` puts adapters there. Leave "
+            f"it out there, or train all of it: `--lora_modules_to_save {adapted[0]}`."
+        )
     config.modules_to_save = whole or None
     config.trainable_token_indices = {name: ids for name in names if name not in whole} or None
 

@@ -98,6 +98,15 @@ def test_every_command_takes_a_template_and_new_tokens(run, folder, command, dat
     assert saved.apply_chat_template(CHAT, tokenize=False) == CHATML and saved.eos_token == "<|im_end|>"
 
 
+def test_tables_with_adapters_or_trained_whole(run, folder):
+    words = ["--dataset", "chats.jsonl", "--add_tokens", "<a>", "--peft", "lora", "--chat_template_path", "plain"]
+    _, err = run("sft", *words, "--lora_target_modules", "q_proj", "lm_head", status=2)
+    assert "are trained in `lm_head`" in err and "`--lora_modules_to_save lm_head`" in err
+    run("sft", *words, "--lora_modules_to_save", "lm_head", steps=1)
+    held = load_file(folder / "out/adapter_model.safetensors")
+    assert sorted(len(held[name]) for name in held if "embed_tokens" in name or "lm_head" in name) == [1, 258]
+
+
 @pytest.mark.parametrize("model", ["base", "tied"])
 def test_adapters_train_the_rows_of_new_tokens_and_nothing_else_of_the_tables(run, folder, model):
     words = ["--dataset", "chats.jsonl", "--chat_template_path", "chatml", "--add_tokens", *MARKS, "--peft", "lora"]
