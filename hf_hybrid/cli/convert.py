@@ -156,6 +156,8 @@ class Conversion:
         return ""
 
     def _tokens(self, key: str, value: Any, own: str) -> str:
+        if isinstance(value, dict):  # as older files have it
+            return self._special_tokens(key, value, "eos_token")
         tokens = [token.strip() for token in value.split(",")] if isinstance(value, str) else value
         self.options[own] = list(dict.fromkeys([*self.options.get(own, ()), *tokens]))
         return ""

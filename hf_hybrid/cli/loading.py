@@ -31,7 +31,7 @@ PLAIN_TEMPLATE = (
 """`--chat_template_path plain`: for a base model without a template. It needs no tokens of its own."""
 OTHER_NAMES = {
     "chatml": "qwen3instruct2507", "qwen3nothink": "qwen3instruct2507", "qwen": "qwen25", "gemma2": "gemma",
-    "deepseek3": "deepseekv3", "phi": "phi3",
+    "deepseek3": "deepseekv3", "phi": "phi3", "qwen2vl": "qwen25vl", "qwen3vlnothink": "qwen3vl",
 }  # fmt: skip
 """What other tools call templates that TRL has, both as [`named_template`] compares them."""
 

@@ -253,11 +253,13 @@ def test_values_are_taken_over(folder, cli, tmp_path, monkeypatch):
     assert values["chat_template_path"] == "chatml" and values["eos_token"] == "<|im_end|>"
     assert values["add_tokens"] == ["<|im_end|>", "<|im_start|>"]
     (tmp_path / "b.yml").write_text(
-        "base_model: model\nwandb_project: mine\nrl: ipo\nload_in_4bit: true\nadapter: qlora"
+        "base_model: model\nwandb_project: mine\nrl: ipo\nload_in_4bit: true\nadapter: qlora\n"
+        "tokens: {eos_token: <e>, pad_token: <p>}\nchat_template: tokenizer_default"
     )
     values = yaml.safe_load(cli("convert", tmp_path / "b.yml")[0])
     assert values["env"] == {"WANDB_PROJECT": "mine"} and values["report_to"] == "wandb" and values["peft"] == "qlora"
     assert values["command"] == "dpo" and values["loss_type"] == ["ipo"]
+    assert values["eos_token"] == "<e>" and values["add_tokens"] == ["<e>"] and "chat_template_path" not in values
 
 
 @pytest.mark.parametrize("keys, count", [(AXOLOTL, 80), (LLAMA_FACTORY, 60)])
