@@ -64,6 +64,8 @@ USUAL = {
 }  # fmt: skip
 """What a GGUF file of these architectures cannot say otherwise, or transformers does not read from it."""
 
+_NOT_GREEDY = {"<unk>", "<s>", "<|endoftext|>"}
+"""All special tokens of Phi-3 but these take the spaces behind them."""
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -92,6 +94,8 @@ def reason_not_written(config: PreTrainedConfig, tokenizer: Any) -> str | None:
     for rope in _ropes(config):
         if (kind := rope.get("rope_type", "default")) != "default":
             return f"stretched positions (`rope_type={kind}`) are not written."
+        if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            return f"`partial_rotary_factor={share}` is not written, only `1.0`."
     every = FULL_EVERY.get(architecture)
     act = "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
     wants: dict[str, Any] = {**USUAL, act: "gelu_pytorch_tanh" if every else "silu"}
@@ -108,8 +112,9 @@ def reason_not_written(config: PreTrainedConfig, tokenizer: Any) -> str | None:
         return "the file holds the tokenizer, and the run has none."
     if _words(tokenizer) is None:
         return f"the tokenizer (`{type(tokenizer).__name__}`) is no BPE that llama.cpp has a name for."
-    if architecture != "phi3" and (greedy := _taking_spaces(tokenizer)):
-        return f"the token `{greedy[0]}` takes the spaces behind it, which llama.cpp does in no model but Phi-3."
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if (greedy := _taking_spaces(tokenizer)) and not (_NOT_GREEDY <= special and greedy == special - _NOT_GREEDY):
+        return f"the token `{min(greedy)}` takes the spaces behind it, which llama.cpp knows of Phi-3's tokens alone."
     return None
 
 
@@ -123,8 +128,8 @@ def _head(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _taking_spaces(tokenizer: Any) -> list[str]:
-    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and token.rstrip]
+def _taking_spaces(tokenizer: Any) -> set[str]:
+    return {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and token.rstrip}
 
 
 def _words(tokenizer: Any) -> tuple[str, str] | None:
@@ -168,8 +173,9 @@ def write(model: PreTrainedModel, tokenizer: Any, path: Path, kind: str, title: 
 
     config, architecture = model.config, ARCHITECTURES[model.config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
-    # llama.cpp knows by the name alone that tokens of Phi-3 take the spaces behind them.
-    writer.add_name(title + " (Phi-3)" * bool(_taking_spaces(tokenizer)))
+    # llama.cpp knows by the name alone that tokens of Phi-3 take the spaces behind them, and loads no others so named.
+    greedy = _taking_spaces(tokenizer)
+    writer.add_name(f"{title} (Phi-3)" if greedy else re.sub("phi-?3", "Phi 3", title, flags=re.IGNORECASE))
     _add_facts(writer, config, gguf.LlamaFileType["MOSTLY_" + _most(kind)], gguf.GGML_QUANT_VERSION)
     _add_tokenizer(writer, tokenizer, path.parent, model)
     names = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -255,7 +261,7 @@ def _add_facts(writer: Any, config: PreTrainedConfig, file_type: int, version: i
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head)
     writer.add_value_length(head)
-    writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_dimension_count(head)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)

@@ -59,7 +59,7 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
 
 
-def spaced_tokenizer(prefix: bool = False) -> PreTrainedTokenizerFast:
+def spaced_tokenizer(prefix: bool = False, **ends) -> PreTrainedTokenizerFast:
     """BPE over whole texts in which a space is `▁`, with bytes for unknown letters, as of SentencePiece."""
     merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("th", "e"), ("▁", "▁"), ("i", "n"), ("in", "g"), ("▁", "o")]
     words = ["<unk>", "<s>", "<|end|>", *(f"<0x{byte:02X}>" for byte in range(256)), *map("".join, merges)]
@@ -68,7 +68,7 @@ def spaced_tokenizer(prefix: bool = False) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     steps = [normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence(steps) if prefix else steps[0]
-    ends = {"bos_token": "<s>", "eos_token": "<|end|>", "unk_token": "<unk>", "pad_token": "<|end|>"}
+    ends = {"bos_token": "<s>", "eos_token": "<|end|>", "unk_token": "<unk>", "pad_token": "<|end|>", **ends}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
 
 

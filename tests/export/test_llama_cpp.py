@@ -22,11 +22,13 @@ from conftest import ByteText, tiny_model
 from rig.byte_llama import assistant, user
 from test_export import KINDS, bpe_tokenizer, of_kind, spaced_tokenizer
 from transformers import (
+    AddedToken,
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma2Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Trainer,
     TrainingArguments,
@@ -34,6 +36,7 @@ from transformers import (
 
 from hf_hybrid.cli import chat
 from hf_hybrid.export import exporter, measure
+from hf_hybrid.export.formats import ExportError
 
 MODULE = os.environ.get("HYBRID_NODE_LLAMA_CPP")
 if MODULE is None or not Path(MODULE, "dist", "index.js").is_file() or shutil.which("node") is None:
@@ -48,8 +51,8 @@ CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['conten
 ROWS = [ByteText(8, 200)[index]["input_ids"].tolist() for index in range(8)]
 
 
-def in_llama_cpp(folder: Path, work: Path) -> dict:
-    (work / "texts.json").write_text(json.dumps(TEXTS))
+def in_llama_cpp(folder: Path, work: Path, texts=TEXTS) -> dict:
+    (work / "texts.json").write_text(json.dumps(texts))
     (work / "rows.json").write_text(json.dumps(ROWS))
     files = [folder / "model.gguf", work / "texts.json", work / "rows.json"]
     done = subprocess.run(
@@ -103,8 +106,8 @@ def test_every_architecture_that_is_written_runs(tmp_path, kind, tied, words):
         pytest.skip("another architecture has no other tokenizer")
     of_kind(kind, tied or "Gemma" in kind.__name__, vocab_size=300).save_pretrained(tmp_path / "run")
     words().save_pretrained(tmp_path / "run")
-    exporter.export(tmp_path / "run", tmp_path / "export", "gguf-f16")
-    found = in_llama_cpp(tmp_path / "export", tmp_path)
+    exporter.export(tmp_path / "run", tmp_path / "my-phi-3", "gguf-f16")  # a name by which llama.cpp knows tokens
+    found = in_llama_cpp(tmp_path / "my-phi-3", tmp_path)
     assert found["loss"] == pytest.approx(in_transformers(tmp_path / "run"), rel=1e-3)
     assert found["ids"] == AutoTokenizer.from_pretrained(tmp_path / "run")(TEXTS)["input_ids"]
 
@@ -134,6 +137,22 @@ def test_merged_adapters_run(run, tmp_path):
     exporter.export(tmp_path / "run", tmp_path / "export", "gguf-f16")
     assert in_llama_cpp(tmp_path / "export", tmp_path)["loss"] == pytest.approx(loss, rel=1e-3)
     assert abs(loss / in_transformers(run) - 1) > 0.01
+
+
+def test_tokens_of_phi_3_take_the_spaces_behind_them(tmp_path):
+    tokenizer = spaced_tokenizer(prefix=True, eos_token=AddedToken("</s>", rstrip=True), pad_token="<|endoftext|>")
+    tokenizer.add_tokens([AddedToken("<|user|>", rstrip=True, special=True)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "run")
+    of_kind(Phi3Config, False, vocab_size=300).save_pretrained(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "export", "gguf-q8_0")
+    texts = [*TEXTS, "<|user|>\nthe other</s>\n<|user|>   the<s> the"]
+    found = in_llama_cpp(tmp_path / "export", tmp_path, texts)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert found["ids"][-1] == tokenizer(texts)["input_ids"][-1]
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "run")
+    with pytest.raises(ExportError, match="the token `</s>` takes the spaces behind it"):
+        exporter.export(tmp_path / "run", tmp_path / "other", "gguf-q8_0")
 
 
 OWN = (
