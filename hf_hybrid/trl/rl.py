@@ -207,11 +207,12 @@ class Rollouts(Part):
         generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
         generates_at += per_generation * trainer.num_iterations
         coming = range(trainer._step, min(window_ends_at, generates_at))
+        batches = [generated[step % per_generation] for step in coming]
         needs_one = trainer.accelerator.num_processes > 1 or not self.skips.knows(trainer.model)
         # The first backward pass of a window begins DeepSpeed's sums of gradients.
         in_all = trainer._sharding == "deepspeed"
         counts = self.skips.plan(
-            [generated[step % per_generation] for step in coming],
+            batches,
             at_least=len(coming) if in_all else int(needs_one and coming.stop == window_ends_at),
             leave_out=self.leaves_out,
             by_prompt=self.by_prompt,
