@@ -28,7 +28,7 @@ from typing import Any
 from hf_hybrid.cli import tokens
 from hf_hybrid.cli.formats import JSON, Source, convert_rows, rows_of
 from hf_hybrid.cli.loading import reason_of, takes_images
-from hf_hybrid.cli.options import DataOptions, OptionError, Options, TextDataOptions
+from hf_hybrid.cli.options import TRAINING, DataOptions, OptionError, Options, TextDataOptions
 from hf_hybrid.cli.tokens import Report
 
 NOTE_NAME = "_hybrid_data.json"
@@ -39,6 +39,8 @@ KINDS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 PACKED = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
 """Endings that a file may have behind these."""
 EVAL_SHARE = 0.05
+HELD_OUT, FEWEST = 32, 128
+"""Prompts that a run by rewards holds out, and of how many at least."""
 
 
 # Before torch is imported.
@@ -256,15 +258,14 @@ def mixed(parts: Sequence[Any], weights: Sequence[float] | None, seed: int) -> A
         ) from error
 
 
-def held_out(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
-    """Return the rows to train on and to evaluate on. Raises [`OptionError`] if there is one row alone."""
+def held_out(rows: Any, count: int, seed: int) -> tuple[Any, Any]:
+    """Return the rows to train on, and about so many to evaluate on. Raises [`OptionError`] if there is one alone."""
     if len(rows) < 2:
         raise OptionError(
             "The data make one row, and `--eval_share` takes one. Set `--eval_share 0`, or in `hf-hybrid train` a "
             "shorter `--sequence_length`."
         )
-    count = min(max(round(share * len(rows)), 1), len(rows) - 1)
-    split = rows.train_test_split(count, seed=seed)
+    split = rows.train_test_split(min(max(count, 1), len(rows) - 1), seed=seed)
     return split["train"], split["test"]
 
 
@@ -310,31 +311,41 @@ class Reader:
         return {**data, **values}
 
     @property
+    def rows(self) -> str:
+        """The command that names the form of its rows."""
+        return TRAINING[self.command].rows
+
+    @property
     def eval_share(self) -> float:
         """Share of the rows to train on that is evaluated on instead."""
         if self.data.eval_dataset or self.data.eval_split:
             return 0.0
         if self.data.eval_share is None:
-            return 0.0 if self.command == "grpo" or self.data.streaming else EVAL_SHARE
+            return 0.0 if self.data.streaming else EVAL_SHARE
         return self.data.eval_share
 
     @property
+    def holds_prompts(self) -> bool:
+        """Whether [`HELD_OUT`] prompts are evaluated on, and none where there are too few."""
+        return self.rows == "grpo" and self.data.eval_share is None and self.eval_share > 0
+
+    @property
     def evaluates(self) -> bool:
-        """Whether there are rows to evaluate on."""
+        """Whether there are rows to evaluate on, unless there are too few."""
         return bool(self.data.eval_dataset or self.data.eval_split or self.eval_share)
 
     def train_and_eval(
         self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None, config: Any = None
     ) -> tuple[Any, Any]:
         """Return the rows to train on, and those to evaluate on or `None`. Raises [`OptionError`]."""
-        images = config is not None and takes_images(config) and self.command not in ("train", "reward")
+        images = config is not None and TRAINING[self.command].sees and takes_images(config)
         data, sources = self.data, list(self.sources("dataset", tokenizer, report, images))
         if self.answers_only and not any(source.format.chats for source in sources):
             raise OptionError(
                 f"`--assistant_only_loss true` needs chats, and {sources[0].where} holds {sources[0].format.title}."
             )
         parts = [self._tokenised(source, tokenizer, processes, report) for source in sources]
-        if self.command == "sft" and not data.streaming:
+        if self.rows == "sft" and not data.streaming:
             if more := sum(map(len, parts)) - sum(len(source.rows) for source in sources):
                 of = "with images" if sources[0].has_images else "whose template renders an answer otherwise once "
                 of += "others follow" * (not sources[0].has_images)
@@ -344,16 +355,20 @@ class Reader:
         train_set, eval_set = mixed(parts, data.dataset_weights, self.seed), None
         if self.eval_share:
             total = len(train_set)
-            train_set, eval_set = held_out(train_set, self.eval_share, self.seed)
-            report("eval", f"{len(eval_set):,} of {total:,} rows, which are not trained on")
+            if self.holds_prompts and total < FEWEST:
+                report("eval", f"none: {total} prompts are too few to hold out {HELD_OUT}. --eval_share 0.2 does")
+            else:
+                count = HELD_OUT if self.holds_prompts else round(self.eval_share * total)
+                train_set, eval_set = held_out(train_set, count, self.seed)
+                report("eval", f"{len(eval_set):,} of {total:,} rows, which are not trained on")
         elif self.evaluates:
             eval_set = self.eval_set(tokenizer, report, processes, images)
         if any(source.has_images for source in sources):
-            tokens.report_images(train_set, self.command, self.answers_only is False, report)
+            tokens.report_images(train_set, self.rows, self.answers_only is False, report)
         elif isinstance(data, TextDataOptions):
             number = "" if data.streaming else f"{len(train_set):,} "
             report("loss on", f"all tokens of {number}sequences of {data.sequence_length:,}")
-        elif self.command == "sft":
+        elif self.rows == "sft":
             answers = self._answers(tokenizer)
             learned = " and ".join(sorted({answers.learned(source) for source in sources}))
             tokens.report_learned(train_set, eval_set, self, learned, report, config)
@@ -395,19 +410,19 @@ class Reader:
         if source.has_images:  # the trainer's processor tokenises them, image by image
             from datasets import Image, List
 
-            divides = self.command == "sft" and self.answers_only is not False
+            divides = self.rows == "sft" and self.answers_only is not False
             rows = tokens.by_answer(source) if divides and "messages" in source.columns else source.rows
             if not hasattr(rows, "__len__"):  # which does not know its features
                 return rows.map(lambda row: {"images": [*map(Image().decode_example, row["images"])]})
             return rows.cast_column("images", List(Image()))
-        if self.command not in ("train", "sft") and not source.format.chats:
+        if self.rows not in ("train", "sft") and not source.format.chats:
             return source.rows
-        answers = self._answers(tokenizer) if self.command == "sft" else tokens.Answers(tokenizer, False, False)
+        answers = self._answers(tokenizer) if self.rows == "sft" else tokens.Answers(tokenizer, False, False)
         if source.format.chats:
             tokens.report_hidden(source, answers, report)
         if isinstance(self.data, TextDataOptions):
             return answers.blocks(source, self.data.sequence_length)
-        return answers.tokenise(source, processes) if self.command == "sft" else source.rows
+        return answers.tokenise(source, processes) if self.rows == "sft" else source.rows
 
     def _answers(self, tokenizer: Any) -> tokens.Answers:
         return tokens.Answers(tokenizer, self.answers_only is not False, self.completions_only)

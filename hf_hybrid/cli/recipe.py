@@ -33,8 +33,8 @@ from hf_hybrid.cli import console, loading, tokens
 from hf_hybrid.cli.data import NOTE_NAME, Reader, check_parts, check_paths, command_of, new_names
 from hf_hybrid.cli.launch import launch
 from hf_hybrid.cli.options import (
+    DISTILL,
     DPO,
-    GRPO,
     KTO,
     REWARD,
     SFT,
@@ -46,8 +46,6 @@ from hf_hybrid.cli.options import (
     complain,
     help_all,
     help_text,
-    imported,
-    required,
 )
 from hf_hybrid.files import is_disk_full, write_note
 from hf_hybrid.records.readings import as_dict
@@ -148,19 +146,19 @@ def check_early(line: CommandLine) -> None:
     """Refuse what can be seen to be wrong without torch. Raises [`OptionError`]."""
     early = line.early(
         "model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts", "report_to",
-        "dataset_split", "dataset_config", "eval_split",
+        "dataset_split", "dataset_config", "eval_split", "teacher",
     )  # fmt: skip
-    names = required("reward", early["reward"] or None, line.command.program) if line.command is GRPO else []
     try:
         for path in early["sample_prompts"]:
             from hf_hybrid.report.samples import read_prompts
 
             read_prompts(path)
-        for name in names:
+        for name in early["reward"]:
             rewards.check_name(name, next(iter(early["reward_pattern"]), None))
     except ValueError as error:
         raise OptionError(str(error)) from None
-    loading.check_model(early["model"][0])
+    for option in ("model", "teacher"):
+        loading.check_model(option, *early[option][:1])
     check_paths("dataset", early["dataset"])
     check_paths("eval_dataset", early["eval_dataset"])
     check_parts(early["dataset"], dataset_split=early["dataset_split"], dataset_config=early["dataset_config"])
@@ -292,11 +290,8 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
     loading.check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
     reader = Reader.of(options)
-    if args.eval_strategy != "no" and not reader.evaluates:
-        raise OptionError(
-            f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
-            "`--eval_share`."
-        )
+    if not reader.evaluates:
+        check_evaluates(args)
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
         processes = getattr(args, "dataset_num_proc", None)
@@ -307,25 +302,34 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
             if not was_given(args, "max_length") and getattr(args, "max_length", None) is not None:
                 args.max_length = None
                 console.print_fact("max_length", "none: rows with images are not cut, unless you set it")
-        if command is GRPO and loading.learns_positions(config) and not options.data.streaming:
+        if eval_set is None:
+            check_evaluates(args)
+        if command.rewarded and loading.learns_positions(config) and not options.data.streaming:
             tokens.check_prompts(train_set, tokenizer, config, args.max_completion_length or 0)
     more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
     if "log_completions" in options.defaulted:
         args.log_completions, args.num_completions_to_print = True, 0  # TRL writes them, and `Progress` shows one
-    if options.rewards is not None:
-        pattern, names = options.rewards.reward_pattern, options.rewards.reward or []
+    if command.rewarded:
+        pattern, names = options.own.reward_pattern, options.own.reward or []
         row = next(iter(train_set))
         more["reward_funcs"], text = rewards.load_all(names, pattern, args.reward_weights, row)
         console.print_fact("rewards", text)
+    if command is DISTILL:
+        from hf_hybrid.trl.distillation import AnswersCollator
+
+        more["teacher_model"] = loading.load_teacher(options, config, tokenizer)
+        pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0
+        more["data_collator"] = AnswersCollator(pad)
+        train_set, eval_set = (rows and tokens.cut(rows, reader) for rows in (train_set, eval_set))
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
         model = loading.load_model(options, config, adapter, images)
     if images and adapters is not None and adapters.target_modules == "all-linear":
         adapters.exclude_modules = loading.around_images(model)
         console.print_fact("adapters", "on the language model; what encodes images stays as it is")
-    if command is SFT:
+    if command.rows == "sft":
         args.assistant_only_loss = False  # done: the labels say it
-    if command is SFT and not images:
+    if command.rows == "sft" and not images:
         tokens.warn_of_traps(train_set, tokenizer, model)
     if command is TRAIN:
         # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
@@ -335,7 +339,7 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         args.model_init_kwargs = None  # done
     if command in (DPO, KTO) and adapters is None and adapter is None and not args.precompute_ref_log_probs:
         more["ref_model"] = copy.deepcopy(model)  # TRL would load the model again by its name
-    trainer = imported(command.trainer)(
+    trainer = command.of("Trainer")(
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=processing, **more
     )
     if "learning_rate" in options.defaulted:
@@ -343,13 +347,32 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
 
         if (rate := reward_rate(trainer)) is not None:
             args.learning_rate = rate
+    if command.rewarded and hasattr(eval_set, "__len__"):
+        compare_rewards(trainer, len(eval_set))
     if options.data.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
-    if command is DPO:
+    if command.rows == "dpo":
         tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
-    shown = trainer.train_dataset if command in (DPO, KTO, REWARD) else train_set
+    shown = trainer.train_dataset if command.rows in ("dpo", "kto") else train_set
     tokens.show_rows(shown, options.data.show_rows, processing, reader, console.print_fact)
     return trainer, reader
+
+
+def compare_rewards(trainer: Any, held_out: int) -> None:
+    """
+    Let the prompts that are held out be completed before the training too, each as often as a twentieth of the run's
+    completions allows, and once at least.
+    """
+    from hf_hybrid.config import was_given
+
+    args, steps = trainer.args, console.steps_of(trainer)
+    args.eval_on_start |= not was_given(args, "eval_on_start")
+    if args.num_generations_eval is None and steps is not None:
+        completions = steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        most = max(completions // (20 * 2 * held_out), 1)
+        rows = args.eval_batch_size * args.world_size
+        counts = range(1, trainer.num_generations + 1)
+        trainer.num_generations_eval = max(count for count in counts if count <= most and rows % count == 0)
 
 
 def _config_note(trainer: Any) -> dict[str, Any]:
@@ -387,6 +410,15 @@ def check_options(options: Options) -> None:
         )
     if adapters.load_in_8bit and adapters.load_in_4bit:
         raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
+
+
+def check_evaluates(args: Any) -> None:
+    """Refuse evaluations during a training that holds nothing out."""
+    if args.eval_strategy != "no":
+        raise OptionError(
+            f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
+            "`--eval_share`."
+        )
 
 
 def check_output(folder: str) -> None:

@@ -541,7 +541,7 @@ def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
         assert whole == read.format(number) + answer
     (tmp_path / "note.json").write_text(json.dumps(dataclasses.replace(note, command="grpo").to_dict()))
     note = read_note(tmp_path / "note.json")
-    assert note.command == "grpo" and not note.evaluates
+    assert note.command == "grpo" and note.holds_prompts
 
 
 def test_kto_learns_from_labels_as_trl_does(run, left, tmp_path):
@@ -632,7 +632,7 @@ def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, left):
 @pytest.mark.parametrize(
     "reward, words, status, lines",
     [
-        ("short", [], 0, ["No reward differed in 2 steps, so nothing was learned", "which cut 100% of the last",
+        ("short", [], 0, ["No reward differed in 2 rounds, so nothing was learned", "which cut 100% of the last",
                           'short 0: "What is']),
         ("short", ["--peft", "lora", "--lora_alpha", "800"], 0, ["rate 0.000432 (the rule for adapters)"]),
         ("later", ["--save_steps", "1"], 1, ["Stopped at step 1 of 2. Saved: "]),
