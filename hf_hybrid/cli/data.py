@@ -339,7 +339,16 @@ class Reader:
     ) -> tuple[Any, Any]:
         """Return the rows to train on, and those to evaluate on or `None`. Raises [`OptionError`]."""
         images = config is not None and TRAINING[self.command].sees and takes_images(config)
-        data, sources = self.data, list(self.sources("dataset", tokenizer, report, images))
+        data, options = (
+            self.data,
+            ("dataset", "eval_dataset") if self.evaluates and not self.eval_share else ("dataset",),
+        )
+        read = [list(self.sources(option, tokenizer, report, images)) for option in options]
+        if {False, True} == {
+            source.has_images for part in read for source in part
+        }:  # then all have parts, or tables differ
+            read = [list(self.sources(option, tokenizer, tokens.silent, images, parts=True)) for option in options]
+        sources = read[0]
         if self.answers_only and not any(source.format.chats for source in sources):
             raise OptionError(
                 f"`--assistant_only_loss true` needs chats, and {sources[0].where} holds {sources[0].format.title}."
@@ -361,8 +370,10 @@ class Reader:
                 count = HELD_OUT if self.holds_prompts else round(self.eval_share * total)
                 train_set, eval_set = held_out(train_set, count, self.seed)
                 report("eval", f"{len(eval_set):,} of {total:,} rows, which are not trained on")
-        elif self.evaluates:
-            eval_set = self.eval_set(tokenizer, report, processes, images)
+        elif len(read) > 1:
+            eval_set = mixed(
+                [self._tokenised(source, tokenizer, processes, report) for source in read[1]], None, self.seed
+            )
         if any(source.has_images for source in sources):
             tokens.report_images(train_set, self.rows, self.answers_only is False, report)
         elif isinstance(data, TextDataOptions):
@@ -374,19 +385,19 @@ class Reader:
             tokens.report_learned(train_set, eval_set, self, learned, report, config)
         return train_set, eval_set
 
-    def eval_set(
-        self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None, images: bool = False
-    ) -> Any:
+    def eval_set(self, tokenizer: Any) -> Any:
         """Return the rows to evaluate on alone; those to train on are not read where they do not decide."""
         if self.eval_share:
-            return self.train_and_eval(tokenizer, report, processes)[1]
-        sources = list(self.sources("eval_dataset", tokenizer, report, images))
-        return mixed([self._tokenised(source, tokenizer, processes, report) for source in sources], None, self.seed)
+            return self.train_and_eval(tokenizer)[1]
+        sources = list(self.sources("eval_dataset", tokenizer, tokens.silent))
+        return mixed([self._tokenised(source, tokenizer, None, tokens.silent) for source in sources], None, self.seed)
 
-    def sources(self, option: str, tokenizer: Any, report: Report, images: bool = False) -> Iterator[Source]:
+    def sources(
+        self, option: str, tokenizer: Any, report: Report, images: bool = False, parts: bool = False
+    ) -> Iterator[Source]:
         """
-        Yield the data sets of an option in TRL's form, with `images` if the model takes them; for `eval_dataset`
-        without one a split of `dataset`.
+        Yield the data sets of an option in TRL's form, with `images` if the model takes them, and if other rows have
+        some with messages in `parts`; for `eval_dataset` without one a split of `dataset`.
         """
         data, trains = self.data, option == "dataset"
         split = data.dataset_split if trains else data.eval_split or "train"
@@ -398,7 +409,7 @@ class Reader:
             how = (new_names(data.columns), data.system_prompt, bool(tokenizer.chat_template))
             path = Path(name).expanduser().resolve()
             folder = (path if path.is_dir() else path.parent) if images else None
-            source = convert_rows(f"`--{option} {name}`", rows, self.command, *how, folder)
+            source = convert_rows(f"`--{option} {name}`", rows, self.command, *how, folder, parts)
             number = "" if data.streaming else f", {len(source.rows):,} rows"
             report("data" if trains else "eval", f"{name}: {source.format.title}{number}{said}")
             if source.unread:

@@ -311,7 +311,7 @@ def _with_images(values: dict[str, Any], row: Row, folder: Path) -> dict[str, An
         if name in ("messages", *_SPEAKERS)
     }
     if not chats:
-        raise FormatError("it has images, which belong to messages, or to a `prompt` with an answer")
+        raise FormatError("where rows have images, each has messages, or a `prompt` with an answer, and it has none")
     if "chosen" in chats and "prompt" not in chats:  # what both begin with
         pairs = enumerate(zip(chats["chosen"], chats["rejected"], strict=False))
         same = next((place for place, (one, other) in pairs if one != other), 0)
@@ -637,12 +637,13 @@ def _proposed(kind: str, columns: Sequence[str], first: Row) -> str:
 
 def convert_rows(
     where: str, rows: Any, command: str, renamed: dict[str, str], system: str | None, template: bool,
-    folder: Path | None = None,
+    folder: Path | None = None, parts: bool = False,
 ) -> Source:  # fmt: skip
     """
     Return a data set in TRL's form, of which messages say `where` it is. Columns get new names by the old ones
     (`renamed`), chats without a system message get `system`, and `template`: the tokenizer has a chat template. Paths
-    of images begin in `folder`, which is `None` for models that take none.
+    of images begin in `folder`, which is `None` for models that take none. Messages have `parts` where other data sets
+    have images, and where this one has.
     """
     kind = TRAINING[command].rows
 
@@ -665,7 +666,7 @@ def convert_rows(
         if has_images and folder is not None:
             return _with_images(values, row, folder)
         found, advice = None, "Leave it out."
-        for name in filter(row.get, NAMES["images"] if kind != "train" else ()):
+        for name in filter(row.get, NAMES["images"] if kind != "train" or row_format.chats else ()):
             found, advice = f"`{name}`", f"`--columns ignored={name}` reads the rows without them."
         sides = [side for side in values.values() if isinstance(side, list)] if found is None else []
         if any(_MARK in str(m.get("content")) for side in sides for m in side if isinstance(m, dict)):
@@ -697,9 +698,13 @@ def convert_rows(
             f"an instruct model, or save a `chat_template.jinja` beside it{more if kind == 'sft' else ''}."
         )
     kept = [name for name in row_format.kept if name in columns]
-    has_images = any(_has_images(rename(head)) for head in heads) or any(
-        "Image(" in str(feature) and renamed.get(name, name) in NAMES["images"]
-        for name, feature in (rows.features or {}).items()
+    has_images = (
+        parts
+        or any(_has_images(rename(head)) for head in heads)
+        or any(
+            "Image(" in str(feature) and renamed.get(name, name) in NAMES["images"]
+            for name, feature in (rows.features or {}).items()
+        )
     )
     first = _Watched(rename(heads[0]), columns)
     columns = list(with_number(convert, first, 0))

@@ -332,7 +332,10 @@ def report_images(rows: Any, kind: str, whole: bool, report: Report) -> None:
             raise OptionError("No row has an answer behind what is asked.")
         sizes = _sizes(rows, "images")
         if kind == "grpo" and not all(sizes):
-            raise OptionError("Some prompts have images and others none, and TRL samples no completions of both.")
+            raise OptionError(
+                "Some prompts have images and others none, and TRL samples no completions of both. Train on one kind "
+                "after the other."
+            )
         report("images", f"{sum(sizes):,} in {len(sizes):,} rows")
     if kind == "sft":
         report("loss on", "whole conversations" if whole and "messages" in rows.column_names else "answers alone")
