@@ -194,8 +194,9 @@ def print_trainer(trainer: Any, *, by_rule: bool, saves: bool = True) -> None:
     else:
         print_fact("trained", "all of them")
     if (teacher := getattr(trainer, "teacher_model", None)) is not None:
-        size, own = count(count_parameters([*teacher.parameters()])), f"{args.lmbda:.0%} of the micro-batches"
-        print_fact("teacher", f"{Path(teacher.name_or_path).name}: {size}; the model itself answers {own} (--lmbda)")
+        size, own = count(count_parameters([*teacher.parameters()])), f"answers {args.lmbda:.0%} of the micro-batches"
+        name = Path(teacher.name_or_path).name
+        print_fact("teacher", f"{name}: {size} parameters; the model itself {own} (--lmbda)")
     print_fact("steps", _steps(trainer))
     print_fact("rate", _rate(trainer, by_rule))
     if trainer.memory.streams:
@@ -251,13 +252,15 @@ def print_time(seconds: float, steps: int) -> None:
 def _rate(trainer: Any, by_rule: bool) -> str:
     from hf_hybrid.build import chooses_rate
     from hf_hybrid.config import was_given
+    from hf_hybrid.run.trainer_view import own_losses
 
     args, written = trainer.args, was_given(trainer.args, "learning_rate")
     source = "the rule for adapters" if by_rule and written else "as given" if written else "the default"
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).replace("_", " ")
     text = f"{args.learning_rate:.3g} ({source}), {schedule}"
     adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
-    if trainer.has_phases and chooses_rate(args, trainer.hybrid_args):
+    no_rule = adapters and own_losses(trainer) and not trainer.trains_preferences
+    if trainer.has_phases and chooses_rate(args, trainer.hybrid_args) and not no_rule:
         by = "by the rule for LoRA" if adapters else "by auto_lr if that helps"
         return f"{text}; raised {by}, unless you set --learning_rate"
     if adapters and not written:

@@ -328,14 +328,10 @@ class Options(NamedTuple):
     data: Any
     adapters: AdapterOptions
     launch: LaunchOptions
-    config: Any
-    """The hybrid config of the trainer."""
-    defaulted: frozenset[str]
-    """Options of the config that were not given, and that the command decides."""
-    trust_remote_code: bool
-    """Whether code of the model may run: an option of `train`, and of TRL's configs."""
-    own: Any = None
-    """Those that the command has alone."""
+    config: Any  # of the trainer
+    defaulted: frozenset[str]  # options of the config that were not given, and that the command decides
+    trust_remote_code: bool  # whether code of the model may run: an option of `train`, and of TRL's configs
+    own: Any = None  # those that the command has alone
 
 
 # Help.
@@ -424,15 +420,10 @@ def _help_parser(command: Command, end: str) -> argparse.ArgumentParser:
 
 def _describe(group: Any, known: Field, hint: Any) -> None:
     text = known.metadata["help"] + ("" if known.default is None else f" (default: {known.default})")
-    group.add_argument(f"--{known.name}", metavar=_metavar(hint), help=text)
-
-
-def _metavar(hint: Any) -> str:
-    if type(None) in get_args(hint):
-        hint = get_args(hint)[0]  # Optional[kind]
-    if get_origin(hint) is Literal:
-        return "{" + ",".join(get_args(hint)) + "}"
-    return {bool: "BOOL", int: "INT", float: "FLOAT"}.get(hint, "TEXT")
+    kind = get_args(hint)[0] if type(None) in get_args(hint) else hint  # of Optional[kind]
+    choices = "{" + ",".join(get_args(kind)) + "}" if get_origin(kind) is Literal else ""
+    metavar = choices or {bool: "BOOL", int: "INT", float: "FLOAT"}.get(kind, "TEXT")
+    group.add_argument(f"--{known.name}", metavar=metavar, help=text)
 
 
 # Parsing.
@@ -627,7 +618,8 @@ class CommandLine:
         for name, words in self.early("model", "dataset", *filter(None, [self.command.needs])).items():
             if not words and self._from_file:
                 self._check_names({action.dest: action for action in self._parser._actions})
-            required(name, words or None, self.command.program)
+            if not words:
+                raise OptionError(f"`--{name}` is missing. `{self.command.program} --help` says what it takes.")
 
     @property
     def processes(self) -> int:
@@ -693,13 +685,6 @@ def _by_own_name(word: str) -> str:
     name, equals, value = word.partition("=")
     own = ALIASES.get(name[2:].replace("-", "_")) if name.startswith("--") else None
     return word if own is None else f"--{own}{equals}{value}"
-
-
-def required(name: str, value: Any, program: str) -> Any:
-    """Return the value of an option that a run needs. Raises [`OptionError`] if it was not given."""
-    if value is None:
-        raise OptionError(f"`--{name}` is missing. `{program} --help` says what it takes.")
-    return value
 
 
 def read_file(path: str) -> dict[str, Any]:

@@ -390,26 +390,26 @@ def _config_note(trainer: Any) -> dict[str, Any]:
 def check_options(options: Options) -> None:
     """Refuse options that cannot be combined. Raises [`OptionError`]."""
     data, args, adapters = options.data, options.config, options.adapters
-    names, weights = data.dataset or [], data.dataset_weights
-    if weights is not None and len(weights) != len(names):
-        raise OptionError(f"`--dataset_weights` has {len(weights)} numbers, and `--dataset` names {len(names)}.")
-    if weights is not None and (min(weights) < 0 or not 0 < sum(weights) < float("inf")):
-        words = " ".join(f"{weight:g}" for weight in weights)
-        raise OptionError(f"`--dataset_weights {words}` must be at least 0, and one greater.")
-    if data.streaming and args.max_steps <= 0:
-        raise OptionError("`--streaming true` reads no more rows than it trains on, so it needs `--max_steps`.")
-    if data.streaming and data.eval_share and not data.eval_dataset:
-        raise OptionError(
-            "`--eval_share` divides a data set whose rows are known. While streaming set `--eval_dataset`."
-        )
-    if data.eval_dataset and data.eval_share:
-        raise OptionError("`--eval_share` and `--eval_dataset` both say what is evaluated on. Leave one out.")
-    if data.early_stopping_patience is not None and not args.load_best_model_at_end:
-        raise OptionError(
-            "`--early_stopping_patience` keeps the best model. Leave out `--load_best_model_at_end false`."
-        )
-    if adapters.load_in_8bit and adapters.load_in_4bit:
-        raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
+    names, weights = data.dataset or [], data.dataset_weights or [1.0] * len(data.dataset or [])
+    shown = " ".join(f"{weight:g}" for weight in weights)
+    wrong = {
+        f"`--dataset_weights` has {len(weights)} numbers, and `--dataset` names {len(names)}.":
+            len(weights) != len(names),
+        f"`--dataset_weights {shown}` must be at least 0, and one greater.":
+            bool(weights) and (min(weights) < 0 or not 0 < sum(weights) < float("inf")),
+        "`--streaming true` reads no more rows than it trains on, so it needs `--max_steps`.":
+            data.streaming and args.max_steps <= 0,
+        "`--eval_share` divides a data set whose rows are known. While streaming set `--eval_dataset`.":
+            data.streaming and data.eval_share and not data.eval_dataset,
+        "`--eval_share` and `--eval_dataset` both say what is evaluated on. Leave one out.":
+            data.eval_dataset and data.eval_share,
+        "`--early_stopping_patience` keeps the best model. Leave out `--load_best_model_at_end false`.":
+            data.early_stopping_patience is not None and not args.load_best_model_at_end,
+        "`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.":
+            adapters.load_in_8bit and adapters.load_in_4bit,
+    }  # fmt: skip
+    for message in (message for message, is_so in wrong.items() if is_so):
+        raise OptionError(message)
 
 
 def check_evaluates(args: Any) -> None:

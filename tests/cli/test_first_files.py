@@ -205,7 +205,7 @@ def test_every_command_reads_a_file_or_names_one_that_does(tmp_path, of, name):
     content = FILES[of, name][0]
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     for command in TRAINING:
-        pairs = TRAINING[command].rows == "dpo"
+        pairs = TRAINING[command].rows in ("dpo", "kto")  # or labelled answers
         if command not in (of, "train") and not (pairs and name in NO_PAIRS and of != "dpo"):
             source, rows, _, refusals = follow(command, tmp_path / name)
             assert len(rows) and (not refusals or source.format.title)

@@ -113,10 +113,21 @@ def test_rows_of_pairs_are_shown_counted_and_cut(run, folder):
     assert "nan" not in out, "TRL's loss of a pair that is cut to its prompt"
 
 
+@pytest.mark.parametrize("name, by_rule", [("distill", False), ("simpo", True)])
+def test_the_rate_of_adapters_is_the_one_that_is_said(folder, cli, tmp_path, monkeypatch, name, by_rule):
+    """No rule is known for the loss of a teacher."""
+    monkeypatch.chdir(folder)
+    data = ["chats.jsonl", "--teacher", "teacher", "--lmbda", "0"] if name == "distill" else ["pairs.jsonl"]
+    words = ["--model", "model", "--dataset", *data, "--peft", "lora", "--use_cpu", "--report_to", "none"]
+    out = " ".join(cli(name, *words, "--max_steps", "1", "--output_dir", tmp_path / "out")[0].split())
+    assert ("raised by the rule for LoRA" in out) == ("in place of" in out) == by_rule
+    assert ("adapters often need ten times the rate of all weights" in out) != by_rule
+
+
 def test_every_answer_of_a_chat_is_distilled(run, folder, tmp_path):
     out = run("distill", "--dataset", "talks.jsonl", "--show_rows", "1", "--lmbda", "0", "--eval_share", "0.2")
     assert "assistant turns, found by rendering" in out and out.count("  >          ") == 2
-    assert re.search(r"teacher    teacher: [\d.]+k; the model itself answers 0% of the", out)
+    assert re.search(r"teacher    teacher: [\d.]+k parameters; the model itself answers 0% of the\n", out)
     from hf_hybrid.trl.distillation import AnswersCollator
 
     rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [-100, 2, -100, 4, 5]}, {"input_ids": [6, 7], "labels": [6, 7]}]
