@@ -20,7 +20,7 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin, get_type_hints
 
-from hf_hybrid import _LAZY
+import hf_hybrid
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
 from hf_hybrid.cli.console import write_error
 from hf_hybrid.cli.other_tools import advice
@@ -258,7 +258,7 @@ class Command:
     def of(self, kind: str) -> Any:
         """Return its class of a kind: `Trainer`, or `Config`, which has the options of [`HybridArguments`]."""
         name = f"Hybrid{self.method.rpartition('.')[2]}{kind}"
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        return getattr(importlib.import_module(hf_hybrid._LAZY[name]), name)
 
     @property
     def kind(self) -> str:
