@@ -256,11 +256,13 @@ def train(line: CommandLine) -> int:
         return 128 + signal.SIGINT
     if trainer.preempted:
         console.print_interruption(trainer)
-        _end_together(trainer)
-        return 128 + signal.SIGTERM
-    evaluated = _evaluated_last(trainer) if progress.stepped else {}
-    finish(trainer, result.metrics if progress.stepped else {}, options, evaluated)
-    return 0
+    else:
+        evaluated = _evaluated_last(trainer) if progress.stepped else {}
+        finish(trainer, result.metrics if progress.stepped else {}, options, evaluated)
+    # If a process exits while another still communicates with it, the launcher reports a failure.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+    return 128 + signal.SIGTERM if trainer.preempted else 0
 
 
 # Before training.
@@ -475,7 +477,6 @@ def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: d
             f"could not be written ({error}). Free space, then end the run with the same command.",
         ) from error
     console.print_end(trainer, trained, evaluated)
-    _end_together(trainer)
 
 
 def _evaluated_last(trainer: Any) -> dict[str, Any]:
@@ -485,9 +486,3 @@ def _evaluated_last(trainer: Any) -> dict[str, Any]:
     logged, step = trainer.state.log_history, trainer.state.global_step
     last = next((entry for entry in reversed(logged) if "eval_loss" in entry and entry["step"] == step), {})
     return {name: value for name, value in last.items() if name != "step"}
-
-
-def _end_together(trainer: Any) -> None:
-    """If a process exits while another still communicates with it, the launcher reports a failure."""
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()

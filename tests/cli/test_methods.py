@@ -87,6 +87,9 @@ def test_losses_are_those_of_trl(run, tmp_path, name):
     theirs.train()
     expected = [entry["loss"] for entry in theirs.state.log_history if "loss" in entry]
     assert losses_of(tmp_path / "out") == pytest.approx(expected, rel=1e-4) and len({*expected}) == 3
+    summary = json.loads((tmp_path / "out" / "hybrid_summary.json").read_text())
+    assert summary["plain_rows_because"] is None
+    assert summary["tokens_padding"] > 0 or name == "distill by itself"  # its rows are too alike to be worth it
 
 
 @pytest.mark.parametrize("name", ["orpo", "simpo", "distill"])
