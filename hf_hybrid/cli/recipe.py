@@ -99,6 +99,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     if name == "data":
         return see(arguments)
     command = TRAINING[name]
+    program = command.program
     if {"--help_all", "--help-all"} & set(arguments) or "--help all" in " ".join(arguments):
         with console.quiet_imports():
             console.write_out(help_all(command))
@@ -113,7 +114,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         check_early(line)
         if "LOCAL_RANK" not in os.environ:
             names = {name: Path(words[0]).name for name, words in line.early("model", "dataset").items()}
-            console.print_line(f"{command.program}: {names['model']} on {names['dataset']}; importing torch ...")
+            console.print_line(f"{program}: {names['model']} on {names['dataset']}; importing torch ...")
         with console.quiet_imports():
             processes = line.processes  # imports what knows all options
         # A launcher of the user's that started this process has decided on the number of processes.
@@ -130,7 +131,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         with console.speaking(unsaid=(HOST_IS_LIMIT,) if command is TRAIN else (HOST_IS_LIMIT, NO_LEAPS)):
             return train(line)
     except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
-        return complain(error, command.program)
+        return complain(error, program)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -138,7 +139,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
             raise
         logger.debug("The error in full:", exc_info=True)
         reason = getattr(error, "strerror", None) or error
-        console.write_error(f"{command.program}: error: {reason}\n")  # of any process
+        console.write_error(f"{program}: error: {reason}\n")  # of any process
         return 1
 
 
