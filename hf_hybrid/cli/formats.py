@@ -692,10 +692,9 @@ def convert_rows(
     with_number(lambda row: _check_row(rename(row), kind) or {}, heads[0], 0)
     row_format = recognise(command, columns, rename(heads[0]), template, where, wanted)
     if row_format.chats and not template:
-        more = ", or set `--chat_template_path` to a .jinja file or `plain` (`User: ... Assistant: ...`)"
         raise OptionError(
             f"{where} holds {row_format.title}, and the tokenizer has no chat template. Set `--tokenizer` to that of "
-            f"an instruct model, or save a `chat_template.jinja` beside it{more if kind == 'sft' else ''}."
+            "an instruct model, or set `--chat_template_path` to a .jinja file or `plain` (`User: ... Assistant: ...`)."
         )
     kept = [name for name in row_format.kept if name in columns]
     has_images = (

@@ -71,6 +71,7 @@ class ModelOptions(OptionGroup):
         "weights, are trained from scratch. Also --model_name_or_path.",
     )
     tokenizer: Optional[str] = option(None, "Tokenizer: id or folder. Default: that of the model.")
+    add_tokens: Optional[list[str]] = option(None, "Tokens to add. Their embeddings are trained, with adapters too.")
     model_revision: Optional[str] = option(None, "Branch, tag or commit of the model on the Hub.")
     from_scratch: bool = option(False, "Start from random weights, even if trained ones exist.")
     allow_new_weights: bool = option(False, "Train a checkpoint that lacks weights (random ones begin), or has others.")
@@ -86,7 +87,17 @@ class ModelOptions(OptionGroup):
 
 
 @dataclass
-class TextModelOptions(ModelOptions):
+class TemplateOptions(ModelOptions):
+    """Of commands whose training arguments lack what those of SFT have."""
+
+    chat_template_path: Optional[str] = option(
+        None, "Chat template: a file, a name (chatml, llama3, qwen3, plain, ...), or a model to take it from."
+    )
+    eos_token: Optional[str] = option(None, "Token that ends answers. Default: that of the chat template.")
+
+
+@dataclass
+class TextModelOptions(TemplateOptions):
     """Of `train`, whose training arguments lack what those of TRL have."""
 
     trust_remote_code: bool = option(False, "Run the code that a model on the Hub brings with it.")
@@ -277,13 +288,14 @@ class Command:
 
 _ANSWERS = ("logging_steps", "logging_first_step", "assistant_only_loss")
 _BY_REWARDS: Any = {
+    "model": TemplateOptions,
     "more": (RewardOptions,),
     "needs": "reward",
     "training": ("num_generations", "max_completion_length", "temperature"),
     "defaulted": ("logging_steps", "logging_first_step", "learning_rate", "log_completions"),
     "rewarded": True,
 }
-_BY_LOSS: Any = {"training": ("max_length", "beta"), "sees": False}
+_BY_LOSS: Any = {"model": TemplateOptions, "training": ("max_length", "beta")}
 _CPO, _ORPO = "trl.experimental.cpo.CPO", "trl.experimental.orpo.ORPO"
 _OF_SIMPO = (("loss_type", "simpo"), ("cpo_alpha", 0.0), ("beta", 2.0), ("simpo_gamma", 1.0))  # its authors'
 TRAIN = Command(
@@ -299,10 +311,9 @@ DISTILL = Command(
     "trl.experimental.gkd.GKD", more=(TeacherOptions,), needs="teacher", defaulted=_ANSWERS, sees=False,
     training=("max_length", "lmbda", "max_new_tokens"),
 )  # fmt: skip
-DPO = Command("dpo", "dpo", "Train a model on preference pairs.", "trl.DPO", training=("max_length", "beta"))
-KTO = Command(
-    "kto", "kto", "Train a model on answers that are labelled as good or bad.", "trl.KTO", training=DPO.training
-)
+DPO = Command("dpo", "dpo", "Train a model on preference pairs.", "trl.DPO", **_BY_LOSS)
+KTO = Command("kto", "kto", "Train a model on answers that are labelled as good or bad.", "trl.KTO", **_BY_LOSS)
+_TEXT: Any = {**_BY_LOSS, "sees": False}
 REWARD = Command(
     "reward", "dpo", "Train a reward model, which scores answers, on preference pairs.", "trl.Reward", sees=False
 )
@@ -311,9 +322,9 @@ TRAINING = {
     command.name: command
     for command in (
         TRAIN, SFT, DISTILL, DPO,
-        Command("orpo", "dpo", "Train on preference pairs by the loss of ORPO.", _ORPO, **_BY_LOSS),
-        Command("cpo", "dpo", "Train on preference pairs by the loss of CPO.", _CPO, **_BY_LOSS),
-        Command("simpo", "dpo", "Train on preference pairs by the loss of SimPO.", _CPO, decides=_OF_SIMPO, **_BY_LOSS),
+        Command("orpo", "dpo", "Train on preference pairs by the loss of ORPO.", _ORPO, **_TEXT),
+        Command("cpo", "dpo", "Train on preference pairs by the loss of CPO.", _CPO, **_TEXT),
+        Command("simpo", "dpo", "Train on preference pairs by the loss of SimPO.", _CPO, decides=_OF_SIMPO, **_TEXT),
         KTO, REWARD, GRPO,
         Command("rloo", "grpo", "Train by rewards with the advantages of RLOO.", "trl.RLOO", **_BY_REWARDS),
     )
