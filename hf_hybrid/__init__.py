@@ -12,13 +12,19 @@ _LAZY = {
     "ForecastCallback": "hf_hybrid.forecast.run_forecast",
     "ForecastPruner": "hf_hybrid.integrations.optuna",
     "HybridArguments": "hf_hybrid.arguments",
+    "HybridCPOConfig": "hf_hybrid.trl.preferences",
+    "HybridCPOTrainer": "hf_hybrid.trl.preferences",
     "HybridConfig": "hf_hybrid.config",
     "HybridDPOConfig": "hf_hybrid.trl.sft_dpo",
     "HybridDPOTrainer": "hf_hybrid.trl.sft_dpo",
+    "HybridGKDConfig": "hf_hybrid.trl.distillation",
+    "HybridGKDTrainer": "hf_hybrid.trl.distillation",
     "HybridGRPOConfig": "hf_hybrid.trl.rl",
     "HybridGRPOTrainer": "hf_hybrid.trl.rl",
     "HybridKTOConfig": "hf_hybrid.trl.others",
     "HybridKTOTrainer": "hf_hybrid.trl.others",
+    "HybridORPOConfig": "hf_hybrid.trl.preferences",
+    "HybridORPOTrainer": "hf_hybrid.trl.preferences",
     "HybridRLOOConfig": "hf_hybrid.trl.rl",
     "HybridRLOOTrainer": "hf_hybrid.trl.rl",
     "HybridRewardConfig": "hf_hybrid.trl.others",
@@ -66,10 +72,16 @@ if TYPE_CHECKING:
     from hf_hybrid.records.summary import HybridSummary
     from hf_hybrid.recovery import UnrecoveredMemoryError
     from hf_hybrid.trainer import HybridTrainer, HybridTrainerMixin
+    from hf_hybrid.trl.distillation import HybridGKDConfig as HybridGKDConfig
+    from hf_hybrid.trl.distillation import HybridGKDTrainer as HybridGKDTrainer
     from hf_hybrid.trl.others import HybridKTOConfig as HybridKTOConfig
     from hf_hybrid.trl.others import HybridKTOTrainer as HybridKTOTrainer
     from hf_hybrid.trl.others import HybridRewardConfig as HybridRewardConfig
     from hf_hybrid.trl.others import HybridRewardTrainer as HybridRewardTrainer
+    from hf_hybrid.trl.preferences import HybridCPOConfig as HybridCPOConfig
+    from hf_hybrid.trl.preferences import HybridCPOTrainer as HybridCPOTrainer
+    from hf_hybrid.trl.preferences import HybridORPOConfig as HybridORPOConfig
+    from hf_hybrid.trl.preferences import HybridORPOTrainer as HybridORPOTrainer
     from hf_hybrid.trl.rl import HybridGRPOConfig as HybridGRPOConfig
     from hf_hybrid.trl.rl import HybridGRPOTrainer as HybridGRPOTrainer
     from hf_hybrid.trl.rl import HybridRLOOConfig as HybridRLOOConfig

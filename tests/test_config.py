@@ -17,7 +17,7 @@ from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig, TrlParser
 from hf_hybrid import HybridArguments, HybridConfig, HybridDPOConfig, HybridSFTConfig, HybridTrainer
 from hf_hybrid.arguments import PRESETS
 from hf_hybrid.build import chooses_rate
-from hf_hybrid.cli.options import TRAINING, CommandLine, OptionGroup, imported
+from hf_hybrid.cli.options import TRAINING, CommandLine, OptionGroup
 from hf_hybrid.config import REPLACED, check_training_arguments, was_given
 from hf_hybrid.trl.rl import HybridGRPOConfig, HybridRLOOConfig
 
@@ -174,7 +174,7 @@ def test_no_other_default_is_replaced(config_class, plain_class, tmp_path):
 @pytest.mark.parametrize("command", TRAINING.values(), ids=lambda command: command.name)
 def test_commands_know_their_words_and_the_keys_of_their_file(command, tmp_path):
     """Also those that they decide themselves, and the options of adapters."""
-    config_class = imported(command.config)
+    config_class = command.of("Config")
     lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
     written = {name: default_of(config_class, name) for name in (*REPLACED, *command.defaulted)} | lora
     common = ["--output_dir", str(tmp_path), "--preset", "fast", "--use_cpu", "true"]

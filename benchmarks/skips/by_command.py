@@ -5,7 +5,8 @@
     python -m benchmarks.skips.by_command --seeds 0 1           # a quarter of an hour for each on an idle core
 
 The rows are questions of a chat ("What is 17 + 4?") with `answer`, the reward is `numeric_answer`. Nothing is set but
-the number of steps and the length of a completion. 96 questions are held out, and answered greedily before and after.
+the number of steps and the length of a completion, and that the command holds no questions out. Other 96 questions are
+answered greedily before and after.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def main() -> None:
         out = args.folder / f"seed{seed}"
         words = ["grpo", "--model", FOLDER, "--dataset", data, "--reward", "numeric_answer", "--peft", "lora"]
         words += ["--max_steps", STEPS, "--max_completion_length", TOKENS, "--seed", seed, "--output_dir", out]
+        words += ["--eval_share", 0]
         command = [sys.executable, "-m", "hf_hybrid", *map(str, words), "--logging_steps", str(SHOWN)]
         shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)

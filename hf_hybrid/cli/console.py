@@ -149,8 +149,8 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def outcome(metrics: dict[str, Any]) -> str:
-    """Return loss and perplexity, or accuracy, or reward of an evaluation, in words."""
+def outcome(metrics: dict[str, Any], likelihood: bool = True) -> str:
+    """Return loss and perplexity (of a `likelihood`), or accuracy, or reward of an evaluation, in words."""
     parts: list[str] = []
     loss: Any = metrics.get("eval_loss")
     accuracy, reward = metrics.get("eval_rewards/accuracies", metrics.get("eval_accuracy")), metrics.get("eval_reward")
@@ -160,7 +160,7 @@ def outcome(metrics: dict[str, Any]) -> str:
         parts.append(f"loss {loss:.4g}")
     if is_number(accuracy):
         parts.append(f"{accuracy:.0%} of the pairs ranked right")
-    elif is_number(loss) and not is_number(reward) and loss < 20 and "eval_kl" not in metrics:
+    elif is_number(loss) and not is_number(reward) and loss < 20 and likelihood:
         parts.append(f"perplexity {math.exp(loss):.4g}")
     return ", ".join(parts)
 
@@ -193,6 +193,10 @@ def print_trainer(trainer: Any, *, by_rule: bool, saves: bool = True) -> None:
         print_fact("trained", f"{count(trained)} ({share:{'.1%' if share >= 0.001 else '.2g'}}) in adapters")
     else:
         print_fact("trained", "all of them")
+    if (teacher := getattr(trainer, "teacher_model", None)) is not None:
+        size, own = count(count_parameters([*teacher.parameters()])), f"answers {args.lmbda:.0%} of the micro-batches"
+        name = Path(teacher.name_or_path).name
+        print_fact("teacher", f"{name}: {size} parameters; the model itself {own} (--lmbda)")
     print_fact("steps", _steps(trainer))
     print_fact("rate", _rate(trainer, by_rule))
     if trainer.memory.streams:
@@ -248,13 +252,15 @@ def print_time(seconds: float, steps: int) -> None:
 def _rate(trainer: Any, by_rule: bool) -> str:
     from hf_hybrid.build import chooses_rate
     from hf_hybrid.config import was_given
+    from hf_hybrid.run.trainer_view import own_losses
 
     args, written = trainer.args, was_given(trainer.args, "learning_rate")
     source = "the rule for adapters" if by_rule and written else "as given" if written else "the default"
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).replace("_", " ")
     text = f"{args.learning_rate:.3g} ({source}), {schedule}"
     adapters = any(not parameter.requires_grad for parameter in trainer.model.parameters())
-    if trainer.has_phases and chooses_rate(args, trainer.hybrid_args):
+    no_rule = adapters and own_losses(trainer) and not trainer.trains_preferences
+    if trainer.has_phases and chooses_rate(args, trainer.hybrid_args) and not no_rule:
         by = "by the rule for LoRA" if adapters else "by auto_lr if that helps"
         return f"{text}; raised {by}, unless you set --learning_rate"
     if adapters and not written:
@@ -296,22 +302,26 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
     """Say how a run ended, where the model is, and what can be done with it."""
     from tqdm import tqdm
 
+    from hf_hybrid.run.trainer_view import own_losses
+
     state, folder, summary = trainer.state, shlex.quote(trainer.args.output_dir), trainer.hybrid_summary()
     logged = [entry for entry in state.log_history if "loss" in entry]
     print_line()
-    if logged and all(entry.get("frac_reward_zero_std") == 1 for entry in logged):
-        print_nothing_learned(trainer, logged[-1])
-    else:
-        of_all = f" of {state.max_steps:,}" if state.global_step < state.max_steps else ""
-        seconds = f" in {tqdm.format_interval(trained['train_runtime'])}" if "train_runtime" in trained else ""
-        print_line(f"Done: {state.global_step:,}{of_all} step{'s' * (state.max_steps > 1)}{seconds}.")
+    of_all = f" of {state.max_steps:,}" if state.global_step < state.max_steps else ""
+    seconds = f" in {tqdm.format_interval(trained['train_runtime'])}" if "train_runtime" in trained else ""
+    print_line(f"Done: {state.global_step:,}{of_all} step{'s' * (state.max_steps > 1)}{seconds}.")
     for name in ("reward", "loss"):
         if values := [entry[name] for entry in logged if is_number(entry.get(name))]:
-            print_fact(name, f"{values[-1]:.4g} at the end ({values[0]:.4g} at first)")
+            some = math.ceil(len(values) / 5)  # a single batch says little
+            first, last = (math.fsum(part) / some for part in (values[:some], values[-some:]))
+            print_fact(name, f"{last:.4g}{' on average' * (some > 1)} at the end ({first:.4g} at first)")
             break
     if logged and (accuracy := logged[-1].get("rewards/accuracies")) is not None:
         print_fact("accuracy", f"{accuracy:.0%} of the pairs ranked right at the end")
-    if text := outcome(metrics):
+    likelihood = not own_losses(trainer)
+    if text := outcome(metrics, likelihood):
+        before = [outcome(entry, likelihood) for entry in state.log_history if entry["step"] == 0]
+        text += "".join(f" ({ended.removeprefix('reward ')} before the training)" for ended in before[:1])
         print_fact("eval", text)
     if (scale := summary.get("learning_rate_scale", 1.0)) != 1.0:
         print_fact("rate", f"auto_lr multiplied the scheduled rate by {scale:.3g} at the end")
@@ -339,29 +349,12 @@ def print_end(trainer: Any, trained: dict[str, Any], metrics: dict[str, Any]) ->
         print_fact("" if number else "next", f"hf-hybrid {command}", unwrapped=True)
 
 
-def print_nothing_learned(trainer: Any, last: dict[str, Any]) -> None:
-    """Say that no reward differed, and what to look at, by the last entry of the log."""
-    args, cut = trainer.args, last.get("completions/clipped_ratio") or 0
-    print_line(
-        f"No reward differed in {plural(trainer.state.global_step, 'step')}, so nothing was learned: all completions "
-        "of a prompt got the same reward. Look at"
-    )
-    for line in (
-        "the completions above: do they have the form that the reward reads?",
-        f"--max_completion_length {args.max_completion_length}, which cut {cut:.0%} of the last ones;",
-        "the prompts: a model learns from those that it gets right sometimes;",
-        f"--num_generations {args.num_generations} and --temperature {args.temperature:g}: with higher ones "
-        "completions differ more.",
-    ):
-        print_line(f"  - {line}", 4)
-
-
 def _saved_work(summary: dict[str, Any]) -> str:
     """What was not computed, in words."""
     tokens, shared, padding = (summary.get(name) or 0 for name in ("tokens", "tokens_shared", "tokens_padding"))
     parts, of_what = [], "the tokens"
     if summary.get("rows_skipped"):
-        parts.append(f"{summary['rows_skipped']:,} of {summary['rows']:,} rows had no advantage")
+        parts.append(f"{summary['rows_skipped']:,} of {summary['rows']:,} rows were left out, without advantage")
         of_what = "the others' tokens"
     if tokens and (shared or padding):
         parts.append(

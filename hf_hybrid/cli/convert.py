@@ -18,9 +18,7 @@ from hf_hybrid.cli.options import ALIASES, TRAINING, CommandLine, read_file
 from hf_hybrid.cli.other_tools import Entry, table
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, split_private
 
-METHODS = {"pt": "train", "rm": "reward", "ipo": "dpo"} | {
-    name: name for name in ("sft", "dpo", "kto", "grpo", "reward")
-}
+METHODS = {"pt": "train", "rm": "reward", "ipo": "dpo"} | {name: name for name in TRAINING}
 """By what other tools call them: commands."""
 OF_PARTS = {"name": "dataset_config", "config": "dataset_config", "split": "dataset_split"}
 
@@ -68,14 +66,20 @@ class Conversion:
 
     def _command(self) -> str:
         method = self.values.get("rl") or self.values.get("stage")
+        if (loss := self.values.get("pref_loss")) in METHODS:  # LLaMA-Factory's, with `stage: dpo`
+            method = loss
         if method == "ipo":
             self.options["loss_type"] = ["ipo"]
         if method not in (None, *METHODS):
             self.left.append((str(method), "no command trains so; the file is for `hf-hybrid sft`"))
-        if method is None and "reward_funcs" in self.values:
-            return "grpo"
-        if method is None and {"beta", "max_prompt_length"} & self.values.keys():  # of TRL's scripts and the handbook
-            return "dpo"
+        if method is None:  # of TRL's scripts and the handbook
+            told = {
+                "reward_funcs": "grpo",
+                "teacher_model_name_or_path": "distill",
+                "beta": "dpo",
+                "max_prompt_length": "dpo",
+            }
+            method = next((name for key, name in told.items() if key in self.values), None)
         return "train" if self.values.get("pretraining_dataset") else METHODS.get(str(method), "sft")
 
     def _convert(self, key: str, value: Any) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from hf_hybrid.cli import tokens
 from hf_hybrid.cli.formats import JSON, Source, convert_rows, rows_of
 from hf_hybrid.cli.loading import reason_of, takes_images
-from hf_hybrid.cli.options import DataOptions, OptionError, Options, TextDataOptions
+from hf_hybrid.cli.options import TRAINING, DataOptions, OptionError, Options, TextDataOptions
 from hf_hybrid.cli.tokens import Report
 
 NOTE_NAME = "_hybrid_data.json"
@@ -36,6 +36,8 @@ KINDS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstandard"}
 """Endings that a file may have behind these, and the modules that unpack it."""
 EVAL_SHARE = 0.05
+HELD_OUT, FEWEST = 32, 128
+"""Prompts that a run by rewards holds out, and of how many at least."""
 
 
 # Before torch is imported.
@@ -263,15 +265,14 @@ def mixed(parts: Sequence[Any], weights: Sequence[float] | None, seed: int) -> A
         ) from error
 
 
-def held_out(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
-    """Return the rows to train on and to evaluate on. Raises [`OptionError`] if there is one row alone."""
+def held_out(rows: Any, count: int, seed: int) -> tuple[Any, Any]:
+    """Return the rows to train on, and about so many to evaluate on. Raises [`OptionError`] if there is one alone."""
     if len(rows) < 2:
         raise OptionError(
             "The data make one row, and `--eval_share` takes one. Set `--eval_share 0`, or in `hf-hybrid train` a "
             "shorter `--sequence_length`."
         )
-    count = min(max(round(share * len(rows)), 1), len(rows) - 1)
-    split = rows.train_test_split(count, seed=seed)
+    split = rows.train_test_split(min(max(count, 1), len(rows) - 1), seed=seed)
     return split["train"], split["test"]
 
 
@@ -317,31 +318,50 @@ class Reader:
         return {**data, **values}
 
     @property
+    def rows(self) -> str:
+        """The command that names the form of its rows."""
+        return TRAINING[self.command].rows
+
+    @property
     def eval_share(self) -> float:
         """Share of the rows to train on that is evaluated on instead."""
         if self.data.eval_dataset or self.data.eval_split:
             return 0.0
         if self.data.eval_share is None:
-            return 0.0 if self.command == "grpo" or self.data.streaming else EVAL_SHARE
+            return 0.0 if self.data.streaming else EVAL_SHARE
         return self.data.eval_share
 
     @property
+    def holds_prompts(self) -> bool:
+        """Whether [`HELD_OUT`] prompts are evaluated on, and none where there are too few."""
+        return self.rows == "grpo" and self.data.eval_share is None and self.eval_share > 0
+
+    @property
     def evaluates(self) -> bool:
-        """Whether there are rows to evaluate on."""
+        """Whether there are rows to evaluate on, unless there are too few."""
         return bool(self.data.eval_dataset or self.data.eval_split or self.eval_share)
 
     def train_and_eval(
         self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None, config: Any = None
     ) -> tuple[Any, Any]:
         """Return the rows to train on, and those to evaluate on or `None`. Raises [`OptionError`]."""
-        images = config is not None and takes_images(config) and self.command not in ("train", "reward")
-        data, sources = self.data, list(self.sources("dataset", tokenizer, report, images))
+        images = config is not None and TRAINING[self.command].sees and takes_images(config)
+        data, options = (
+            self.data,
+            ("dataset", "eval_dataset") if self.evaluates and not self.eval_share else ("dataset",),
+        )
+        read = [list(self.sources(option, tokenizer, report, images)) for option in options]
+        if {False, True} == {
+            source.has_images for part in read for source in part
+        }:  # then all have parts, or tables differ
+            read = [list(self.sources(option, tokenizer, tokens.silent, images, parts=True)) for option in options]
+        sources = read[0]
         if self.answers_only and not any(source.format.chats for source in sources):
             raise OptionError(
                 f"`--assistant_only_loss true` needs chats, and {sources[0].where} holds {sources[0].format.title}."
             )
         parts = [self._tokenised(source, tokenizer, processes, report) for source in sources]
-        if self.command == "sft" and not data.streaming:
+        if self.rows == "sft" and not data.streaming:
             if more := sum(map(len, parts)) - sum(len(source.rows) for source in sources):
                 of = "with images" if sources[0].has_images else "whose template renders an answer otherwise once "
                 of += "others follow" * (not sources[0].has_images)
@@ -351,34 +371,40 @@ class Reader:
         train_set, eval_set = mixed(parts, data.dataset_weights, self.seed), None
         if self.eval_share:
             total = len(train_set)
-            train_set, eval_set = held_out(train_set, self.eval_share, self.seed)
-            report("eval", f"{len(eval_set):,} of {total:,} rows, which are not trained on")
-        elif self.evaluates:
-            eval_set = self.eval_set(tokenizer, report, processes, images)
+            if self.holds_prompts and total < FEWEST:
+                report("eval", f"none: {total} prompts are too few to hold out {HELD_OUT}. --eval_share 0.2 does")
+            else:
+                count = HELD_OUT if self.holds_prompts else round(self.eval_share * total)
+                train_set, eval_set = held_out(train_set, count, self.seed)
+                report("eval", f"{len(eval_set):,} of {total:,} rows, which are not trained on")
+        elif len(read) > 1:
+            eval_set = mixed(
+                [self._tokenised(source, tokenizer, processes, report) for source in read[1]], None, self.seed
+            )
         if any(source.has_images for source in sources):
-            tokens.report_images(train_set, self.command, self.answers_only is False, report)
+            tokens.report_images(train_set, self.rows, self.answers_only is False, report)
         elif isinstance(data, TextDataOptions):
             number = "" if data.streaming else f"{len(train_set):,} "
             report("loss on", f"all tokens of {number}sequences of {data.sequence_length:,}")
-        elif self.command == "sft":
+        elif self.rows == "sft":
             answers = self._answers(tokenizer)
             learned = " and ".join(sorted({answers.learned(source) for source in sources}))
             tokens.report_learned(train_set, eval_set, self, learned, report, config)
         return train_set, eval_set
 
-    def eval_set(
-        self, tokenizer: Any, report: Report = tokens.silent, processes: int | None = None, images: bool = False
-    ) -> Any:
+    def eval_set(self, tokenizer: Any) -> Any:
         """Return the rows to evaluate on alone; those to train on are not read where they do not decide."""
         if self.eval_share:
-            return self.train_and_eval(tokenizer, report, processes)[1]
-        sources = list(self.sources("eval_dataset", tokenizer, report, images))
-        return mixed([self._tokenised(source, tokenizer, processes, report) for source in sources], None, self.seed)
+            return self.train_and_eval(tokenizer)[1]
+        sources = list(self.sources("eval_dataset", tokenizer, tokens.silent))
+        return mixed([self._tokenised(source, tokenizer, None, tokens.silent) for source in sources], None, self.seed)
 
-    def sources(self, option: str, tokenizer: Any, report: Report, images: bool = False) -> Iterator[Source]:
+    def sources(
+        self, option: str, tokenizer: Any, report: Report, images: bool = False, parts: bool = False
+    ) -> Iterator[Source]:
         """
-        Yield the data sets of an option in TRL's form, with `images` if the model takes them; for `eval_dataset`
-        without one a split of `dataset`.
+        Yield the data sets of an option in TRL's form, with `images` if the model takes them, and if other rows have
+        some with messages in `parts`; for `eval_dataset` without one a split of `dataset`.
         """
         data, trains = self.data, option == "dataset"
         split = data.dataset_split if trains else data.eval_split or "train"
@@ -390,7 +416,7 @@ class Reader:
             how = (new_names(data.columns), data.system_prompt, bool(tokenizer.chat_template))
             path = Path(name).expanduser().resolve()
             folder = (path if path.is_dir() else path.parent) if images else None
-            source = convert_rows(f"`--{option} {name}`", rows, self.command, *how, folder)
+            source = convert_rows(f"`--{option} {name}`", rows, self.command, *how, folder, parts)
             number = "" if data.streaming else f", {len(source.rows):,} rows"
             report("data" if trains else "eval", f"{name}: {source.format.title}{number}{said}")
             if source.unread:
@@ -402,19 +428,19 @@ class Reader:
         if source.has_images:  # the trainer's processor tokenises them, image by image
             from datasets import Image, List
 
-            divides = self.command == "sft" and self.answers_only is not False
+            divides = self.rows == "sft" and self.answers_only is not False
             rows = tokens.by_answer(source) if divides and "messages" in source.columns else source.rows
             if not hasattr(rows, "__len__"):  # which does not know its features
                 return rows.map(lambda row: {"images": [*map(Image().decode_example, row["images"])]})
             return rows.cast_column("images", List(Image()))
-        if self.command not in ("train", "sft") and not source.format.chats:
+        if self.rows not in ("train", "sft") and not source.format.chats:
             return source.rows
-        answers = self._answers(tokenizer) if self.command == "sft" else tokens.Answers(tokenizer, False, False)
+        answers = self._answers(tokenizer) if self.rows == "sft" else tokens.Answers(tokenizer, False, False)
         if source.format.chats:
             tokens.report_hidden(source, answers, report)
         if isinstance(self.data, TextDataOptions):
             return answers.blocks(source, self.data.sequence_length)
-        return answers.tokenise(source, processes) if self.command == "sft" else source.rows
+        return answers.tokenise(source, processes) if self.rows == "sft" else source.rows
 
     def _answers(self, tokenizer: Any) -> tokens.Answers:
         return tokens.Answers(tokenizer, self.answers_only is not False, self.completions_only)

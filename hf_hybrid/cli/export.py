@@ -122,7 +122,8 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
         options |= {"eval_dataset": [args.eval_dataset], "eval_share": None}
         options.setdefault("eval_split", None)
     reader = dataclasses.replace(reader, data=dataclasses.replace(reader.data, **options))
-    if reader.command in ("grpo", "kto", "reward") or not reader.evaluates:  # no answers, or not all are good ones
+    # No answers, or not all are good ones.
+    if reader.rows in ("grpo", "kto") or reader.command == "reward" or not reader.evaluates:
         raise OptionError("`--measure`: the run held out no texts with answers. Name some with `--eval_dataset`.")
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
@@ -134,7 +135,7 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
 def held_out_rows(reader: Any, tokenizer: Any, most: int) -> list[dict[str, list[int]]]:
     """Return at most so many rows that a run did not train on, tokenised; of preference pairs the chosen side."""
     rows = list(itertools.islice(reader.eval_set(tokenizer), most))
-    if reader.command == "dpo":
+    if reader.rows == "dpo":
         rows = _chosen(rows, reader, tokenizer)
     length = reader.max_length  # or `None`
     kept = slice(-length, None) if length and reader.keep_end else slice(length)

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_hybrid.cli.loading import reason_of
-from hf_hybrid.cli.options import OptionError
+from hf_hybrid.cli.options import TRAINING, OptionError
 
 Row = Mapping[str, Any]
 
@@ -311,7 +311,7 @@ def _with_images(values: dict[str, Any], row: Row, folder: Path) -> dict[str, An
         if name in ("messages", *_SPEAKERS)
     }
     if not chats:
-        raise FormatError("it has images, which belong to messages, or to a `prompt` with an answer")
+        raise FormatError("where rows have images, each has messages, or a `prompt` with an answer, and it has none")
     if "chosen" in chats and "prompt" not in chats:  # what both begin with
         pairs = enumerate(zip(chats["chosen"], chats["rejected"], strict=False))
         same = next((place for place, (one, other) in pairs if one != other), 0)
@@ -564,10 +564,9 @@ FORMATS: dict[str, dict[str, Recogniser]] = {
     "grpo": {"`prompt`, `messages` or `question`": _prompts},
     "kto": {"`prompt`, `completion` and `label`": _labelled},
 }
-FORMATS["reward"] = FORMATS["dpo"]
-"""Of each command, by what it takes, in the order in which they are tried."""
+"""By what names the form of rows ([`Command.rows`]): what it takes, in the order in which that is tried."""
 _PROPOSED = {"train": ("text",), "sft": ("prompt", "completion"), "dpo": ("chosen", "rejected"), "grpo": ("prompt",)}
-_PROPOSED |= {"kto": ("prompt", "completion"), "reward": _PROPOSED["dpo"]}
+_PROPOSED |= {"kto": ("prompt", "completion")}
 
 
 def recognise(
@@ -579,33 +578,35 @@ def recognise(
     there is one. Without a chat template of the tokenizer (`template`), questions become text.
     """
 
-    def match(command: str) -> Format | None:
-        found = [form for of in FORMATS[command].values() if (form := of(columns, first, template))]
+    kind = TRAINING[command].rows
+
+    def match(kind: str) -> Format | None:
+        found = [form for of in FORMATS[kind].values() if (form := of(columns, first, template))]
         return next((form for form in found if {*wanted} & {*form.columns}), next(iter(found), None))
 
-    def failure(command: str) -> str | None:
+    def failure(kind: str) -> str | None:
         """Why the first row is not of the form of a command."""
         try:
-            return None if (form := match(command)) and form.convert(first) else "its columns have other names"
+            return None if (form := match(kind)) and form.convert(first) else "its columns have other names"
         except FormatError as error:
             return str(error)
 
     of_label = ("sft",) if isinstance(first.get("label"), bool) else ()  # whether an answer is good: not SFT's
-    others = [other for other in FORMATS if other not in (command, "train", "grpo", *of_label)]
+    others = [other for other in FORMATS if other not in (kind, "train", "grpo", *of_label)]
     likely = next((other for other in others if failure(other) is None), None)
     advice = f" That is what `hf-hybrid {likely}` takes." if likely else ""
-    if (form := match(command)) is not None:
-        if advice and (reason := failure(command)):
+    if (form := match(kind)) is not None:
+        if advice and (reason := failure(kind)):
             raise OptionError(f"{where}, row 1: {reason}.{advice}")
         return form
     has = ", ".join(f"`{name}`" for name in columns) or "no columns"
-    *some, last = FORMATS[command]
+    *some, last = FORMATS[kind]
     takes = f"{', '.join(some)} or {last}" if some else last
     lacking = [side for side in ("chosen", "rejected") if _named(side, columns) is None]
-    if command in ("dpo", "reward") and len(lacking) == 1:
+    if kind == "dpo" and len(lacking) == 1:
         raise OptionError(f"{where}: it has {has}, and no `{lacking[0]}`. `--columns {lacking[0]}=OLD` renames one.")
     nested = any(isinstance(first.get(name), (list, dict)) for name in _unknown(columns))
-    if (command == "grpo" or not advice) and (proposed := _proposed(command, columns, first)):
+    if (kind == "grpo" or not advice) and (proposed := _proposed(kind, columns, first)):
         advice = proposed
     elif not (advice or of_label or nested) and failure("grpo") is None:
         advice = " That is what `hf-hybrid grpo` takes."
@@ -616,18 +617,18 @@ def _unknown(columns: Sequence[str]) -> list[str]:
     return [name for name in columns if not any(name in names for names in (*NAMES.values(), _OF_TEMPLATES))]
 
 
-def _proposed(command: str, columns: Sequence[str], first: Row) -> str:
+def _proposed(kind: str, columns: Sequence[str], first: Row) -> str:
     """Which columns a command could take under which names, in a sentence; nothing if there are none."""
-    if command not in ("dpo", "reward") and (talks := _shaped_as_chats(columns, first)):
+    if kind != "dpo" and (talks := _shaped_as_chats(columns, first)):
         return f" If `{talks[0]}` is the conversation, add `--columns messages={talks[0]}`."
-    chats = command != "train"
+    chats = kind != "train"
     texts = [n for n in _unknown(columns) if isinstance(first.get(n), str) or chats and is_chat(first.get(n))]
     texts = [name for name in texts if first[name] and not _OF_NOTES.search(name)]
     sentences = [name for name in texts if " " in str(first[name]).strip()]
-    left = iter(sentences if len(sentences) >= len(_PROPOSED[command]) else texts)
-    names = {part: _named(part, columns) or next(left, None) for part in _PROPOSED[command]}
+    left = iter(sentences if len(sentences) >= len(_PROPOSED[kind]) else texts)
+    names = {part: _named(part, columns) or next(left, None) for part in _PROPOSED[kind]}
     if None in names.values():  # one text alone
-        names = {"text": texts[0]} if command == "sft" and texts else {}
+        names = {"text": texts[0]} if kind == "sft" and texts else {}
     means = {"prompt": "question", "completion": "answer"}
     said = " and ".join(f"`{name}` is the {means.get(part, part)}" for part, name in names.items())
     new = shlex.join(f"{part}={name}" for part, name in names.items() if name in texts)
@@ -636,13 +637,15 @@ def _proposed(command: str, columns: Sequence[str], first: Row) -> str:
 
 def convert_rows(
     where: str, rows: Any, command: str, renamed: dict[str, str], system: str | None, template: bool,
-    folder: Path | None = None,
+    folder: Path | None = None, parts: bool = False,
 ) -> Source:  # fmt: skip
     """
     Return a data set in TRL's form, of which messages say `where` it is. Columns get new names by the old ones
     (`renamed`), chats without a system message get `system`, and `template`: the tokenizer has a chat template. Paths
-    of images begin in `folder`, which is `None` for models that take none.
+    of images begin in `folder`, which is `None` for models that take none. Messages have `parts` where other data sets
+    have images, and where this one has.
     """
+    kind = TRAINING[command].rows
 
     def with_number(convert: Callable[[Any], dict[str, Any]], row: Any, number: int) -> dict[str, Any]:
         try:
@@ -655,7 +658,7 @@ def convert_rows(
         return {renamed.get(name, name): value for name, value in read_row(row).items()}
 
     def convert(row: Any) -> dict[str, Any]:
-        _check_row(row, command, row_format)
+        _check_row(row, kind, row_format)
         values = {**{name: row.get(name) for name in kept}, **row_format.convert(row)}
         if row_format.chats:
             values = with_system(values, _text_if_any(row, *NAMES["system"]))
@@ -663,7 +666,7 @@ def convert_rows(
         if has_images and folder is not None:
             return _with_images(values, row, folder)
         found, advice = None, "Leave it out."
-        for name in filter(row.get, NAMES["images"] if command != "train" else ()):
+        for name in filter(row.get, NAMES["images"] if kind != "train" or row_format.chats else ()):
             found, advice = f"`{name}`", f"`--columns ignored={name}` reads the rows without them."
         sides = [side for side in values.values() if isinstance(side, list)] if found is None else []
         if any(_MARK in str(m.get("content")) for side in sides for m in side if isinstance(m, dict)):
@@ -686,18 +689,21 @@ def convert_rows(
     known, wanted = set(itertools.chain.from_iterable(NAMES.values())), [*renamed.values()]
     renamed |= {name: low for name in columns if (low := name.lower()) in known.difference(columns, wanted)}
     columns = [renamed.get(name, name) for name in columns]
-    with_number(lambda row: _check_row(rename(row), command) or {}, heads[0], 0)
+    with_number(lambda row: _check_row(rename(row), kind) or {}, heads[0], 0)
     row_format = recognise(command, columns, rename(heads[0]), template, where, wanted)
     if row_format.chats and not template:
-        more = ", or set `--chat_template_path` to a .jinja file or `plain` (`User: ... Assistant: ...`)"
         raise OptionError(
             f"{where} holds {row_format.title}, and the tokenizer has no chat template. Set `--tokenizer` to that of "
-            f"an instruct model, or save a `chat_template.jinja` beside it{more if command == 'sft' else ''}."
+            "an instruct model, or set `--chat_template_path` to a .jinja file or `plain` (`User: ... Assistant: ...`)."
         )
     kept = [name for name in row_format.kept if name in columns]
-    has_images = any(_has_images(rename(head)) for head in heads) or any(
-        "Image(" in str(feature) and renamed.get(name, name) in NAMES["images"]
-        for name, feature in (rows.features or {}).items()
+    has_images = (
+        parts
+        or any(_has_images(rename(head)) for head in heads)
+        or any(
+            "Image(" in str(feature) and renamed.get(name, name) in NAMES["images"]
+            for name, feature in (rows.features or {}).items()
+        )
     )
     first = _Watched(rename(heads[0]), columns)
     columns = list(with_number(convert, first, 0))
@@ -720,15 +726,15 @@ def convert_rows(
     raise OptionError(f"{where}: its rows do not fit into one table: {reason} Give each column values of one kind.")
 
 
-def _check_row(row: dict[str, Any], command: str, form: Format | None = None) -> None:
+def _check_row(row: dict[str, Any], kind: str, form: Format | None = None) -> None:
     """Refuse what must not be left out in silence: media, and rows that are marked as not to be learned."""
     advice = "`--columns ignored={0}` reads the rows without it.".format
-    for name in NAMES["media"] if command != "train" else ():
+    for name in NAMES["media"] if kind != "train" else ():
         if dict.get(row, name):
             raise FormatError(f"it has media in `{name}`, which no command trains on. {advice(name)}")
     columns = () if form is None else form.columns
-    answers = command == "sft" and columns not in ((), ("text",)) or any(name in NAMES["messages"] for name in columns)
-    for name in NAMES["switch"] if answers and command in ("sft", "train", "grpo") else ():
+    answers = kind == "sft" and columns not in ((), ("text",)) or any(name in NAMES["messages"] for name in columns)
+    for name in NAMES["switch"] if answers and kind in ("sft", "train", "grpo") else ():
         value = dict.get(row, name, True)
         if str(value).lower() == "false" or name != "label" and value in (0, "0"):
             kto = "That is what `hf-hybrid kto` takes; " * (name == "label")

@@ -54,12 +54,14 @@ def launch(line: CommandLine, processes: int) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         write_error(f"{line.command.program}: process {rank} ended with exit status {failure.exitcode}.\n")
-        return _as_shell(failure.exitcode)
+        status = failure.exitcode
     except CalledProcessError as error:
-        return _as_shell(error.returncode)
+        status = error.returncode
     except SignalException as error:
-        return 128 + error.sigval
-    return 0
+        status = -error.sigval
+    else:
+        status = 0
+    return 128 - status if status < 0 else status  # as a shell
 
 
 @contextlib.contextmanager
@@ -121,7 +123,3 @@ def _check_config(name: str) -> None:
         if Path(name).suffix != ".json":
             read_options(Path(name).read_text(encoding="utf-8"))  # which refuses what YAML would take in silence
         load_config_from_file(name)
-
-
-def _as_shell(status: int) -> int:
-    return 128 - status if status < 0 else status

@@ -38,14 +38,14 @@ OTHER_NAMES = {
 # Before torch is imported.
 
 
-def check_model(name: str) -> None:
+def check_model(option: str, name: str = "") -> None:
     """Refuse a path that holds no model and no adapters. What may be an id on the Hub is not looked at."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if _adapter_values(name) is None and not (path / "config.json").is_file():
-            raise OptionError(f"`--model {name}` holds no `config.json`, so it is not the folder of a model.")
+            raise OptionError(f"`--{option} {name}` holds no `config.json`, so it is not the folder of a model.")
     elif not path.exists() and (name.startswith((".", "/", "~")) or path.suffix == ".json" or name.count("/") > 1):
-        raise OptionError(f"`--model {name}`: there is no such file or folder.")
+        raise OptionError(f"`--{option} {name}`: there is no such file or folder.")
 
 
 def _adapter_values(name: str) -> dict[str, Any] | None:
@@ -373,6 +373,27 @@ def load_model(
 
         return PeftModel.from_pretrained(_prepared(loaded, adapters), str(adapter), is_trainable=True)
     return loaded
+
+
+def load_teacher(options: Options, config: Any, tokenizer: Any) -> Any:
+    """Load the model of `--teacher`, which shall have the tokenizer of the student (`config`), to be left as it is."""
+    args, name = options.config, options.own.teacher
+    model = ModelOptions(model=name, dtype="auto", attn_implementation=options.model.attn_implementation)
+    options = options._replace(model=model, adapters=AdapterOptions())
+    args.model_init_kwargs, kwargs = args.teacher_model_init_kwargs, args.model_init_kwargs
+    try:
+        adapter = take_adapter(options)
+        found = read_config(model, options.trust_remote_code)
+        if load_tokenizer(model, options.trust_remote_code).get_vocab() != tokenizer.get_vocab():
+            raise OptionError(f"`--teacher {name}` has other tokens than the student. Choose one of its family.")
+        teacher = load_model(options, found, adapter)
+    except OptionError as error:
+        raise OptionError(str(error).replace("`--model ", "`--teacher ")) from error
+    args.model_init_kwargs, args.teacher_model_init_kwargs = kwargs, None  # done
+    teacher = teacher if adapter is None else teacher.merge_and_unload()
+    if (size := config.get_text_config().vocab_size) != found.get_text_config().vocab_size:
+        teacher.resize_token_embeddings(size)  # models of a family end with other numbers of tokens that nobody uses
+    return teacher.eval().requires_grad_(False)
 
 
 def _check_keys(name: str, model: Any, info: dict[str, Any]) -> None:

@@ -10,25 +10,21 @@ from collections.abc import Sequence
 
 from hf_hybrid import __version__
 from hf_hybrid.cli.console import write_error
+from hf_hybrid.cli.options import TRAINING
 
 logger = logging.getLogger(__name__)
 
 RECIPE = "hf_hybrid.cli.recipe"
 COMMANDS = {
-    "train": (RECIPE, "train a model on texts or conversations, on one process or several"),
-    "sft": (RECIPE, "fine-tune on chats, instructions or texts"),
-    "dpo": (RECIPE, "train on preference pairs"),
-    "kto": (RECIPE, "train on answers that are good or bad"),
-    "reward": (RECIPE, "train a reward model on preference pairs"),
-    "grpo": (RECIPE, "train by rewards for what the model answers"),
-    "data": (RECIPE, "see the rows of a file as a model sees them, and what training on them would save"),
-    "chat": ("hf_hybrid.cli.chat", "talk to a model that was trained or exported"),
-    "sweep": ("hf_hybrid.cli.sweep", "find the best learning rate, or other options, with few steps"),
-    "plan": ("hf_hybrid.cli.plan", "compare the memory of the ways to train a model, and see which fit"),
-    "convert": ("hf_hybrid.cli.convert", "write a YAML file of Axolotl, LLaMA-Factory or TRL with our names"),
-    "export": ("hf_hybrid.cli.export", "write a run as a merged or a low-bit model"),
-    "report": ("hf_hybrid.cli.report", "write a report on a run"),
-    "env": ("hf_hybrid.cli.env", "versions and hardware, ready to paste into a bug report"),
+    **{name: (RECIPE, command.summary) for name, command in TRAINING.items()},
+    "data": (RECIPE, "See the rows of a file as a model sees them, and what training on them would save."),
+    "chat": ("hf_hybrid.cli.chat", "Talk to a model that was trained or exported."),
+    "sweep": ("hf_hybrid.cli.sweep", "Find the best learning rate, or other options, with few steps."),
+    "plan": ("hf_hybrid.cli.plan", "Compare the memory of the ways to train a model, and see which fit."),
+    "convert": ("hf_hybrid.cli.convert", "Write a YAML file of Axolotl, LLaMA-Factory or TRL with our names."),
+    "export": ("hf_hybrid.cli.export", "Write a run as a merged or a low-bit model."),
+    "report": ("hf_hybrid.cli.report", "Write a report on a run."),
+    "env": ("hf_hybrid.cli.env", "Versions and hardware, ready to paste into a bug report."),
 }
 """
 By name: a module, and the summary for `hf-hybrid --help`. A module has `add_options(parser)` and `run(args)`.

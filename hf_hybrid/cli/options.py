@@ -20,6 +20,7 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin, get_type_hints
 
+import hf_hybrid
 from hf_hybrid.arguments import HybridArguments, check_ranges, option
 from hf_hybrid.cli.console import write_error
 from hf_hybrid.cli.other_tools import advice
@@ -132,13 +133,14 @@ class DataOptions(OptionGroup):
     )
     eval_share: Optional[float] = option(
         None,
-        "Share of the rows to evaluate on. 0: no evaluation. Default: 0.05, and 0 in grpo and while streaming.",
+        "Share of the rows to evaluate on. 0: no evaluation. Default: 0.05 (grpo, rloo: 32 prompts, evaluated before "
+        "training too); while streaming 0.",
         at_least=0,
         below=1,
     )
     early_stopping_patience: Optional[int] = option(
         None,
-        "Stop after so many evaluations without a better loss (grpo: reward), and keep the best model. Evaluates and "
+        "Stop after so many evaluations without a better loss (or reward), and keep the best model. Evaluates and "
         "saves ten times in a run, or every eval_steps.",
         at_least=1,
     )
@@ -219,6 +221,19 @@ class RewardOptions(OptionGroup):
     reward_pattern: Optional[str] = option(None, "What a whole completion has to match for --reward format, a regex.")
 
 
+@dataclass
+class TeacherOptions(OptionGroup):
+    """Whom a model shall answer like."""
+
+    _argument_group_name = "Teacher"
+
+    teacher: Optional[str] = option(
+        None,
+        "The larger model, with the tokenizer of --model: an id on the Hub, a folder, or a folder of trained adapters. "
+        "Also --teacher_model_name_or_path.",
+    )
+
+
 # The commands.
 
 ALIASES = {
@@ -228,6 +243,7 @@ ALIASES = {
     "dataset_test_split": "eval_split",
     "dataset_streaming": "streaming",
     "reward_funcs": "reward",
+    "teacher_model_name_or_path": "teacher",
 }
 """Names of options in TRL's scripts, which are taken too."""
 
@@ -237,15 +253,28 @@ class Command:
     """A command that trains, and its options."""
 
     name: str
+    rows: str  # the command that names the form of its rows, see `formats`
     summary: str
-    config: str  # module and name of its training arguments, a class with the options of [`HybridArguments`]
-    trainer: str  # module and name of its trainer
-    kind: str  # the class that the training arguments extend, for people
+    method: str = ""  # module and name of a method of TRL's
     model: type[ModelOptions] = ModelOptions
     data: type[DataOptions] = DataOptions
     more: tuple[type[OptionGroup], ...] = ()  # options that it has alone
+    needs: str = ""  # of those the one that must be given
     training: tuple[str, ...] = ("max_length",)  # of [`TRAINING_OPTIONS`] those that no other command has
     defaulted: tuple[str, ...] = ("logging_steps", "logging_first_step")  # it decides these unless they are given
+    decides: tuple[tuple[str, Any], ...] = ()  # training arguments that differ from TRL's unless they are given
+    sees: bool = True  # whether it trains on images
+    rewarded: bool = False  # whether it trains by rewards for what the model answers
+
+    def of(self, kind: str) -> Any:
+        """Return its class of a kind: `Trainer`, or `Config`, which has the options of [`HybridArguments`]."""
+        name = f"Hybrid{self.method.rpartition('.')[2]}{kind}"
+        return getattr(importlib.import_module(hf_hybrid._LAZY[name]), name)
+
+    @property
+    def kind(self) -> str:
+        """The class that the training arguments extend, for people."""
+        return f"{self.method}Config" if self.method else "transformers.TrainingArguments"
 
     @property
     def groups(self) -> tuple[type[OptionGroup], ...]:
@@ -257,68 +286,49 @@ class Command:
         return f"hf-hybrid {self.name}"
 
 
-def imported(place: str) -> Any:
-    """Return what a module and a name lead to: `module:name`."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
+_ANSWERS = ("logging_steps", "logging_first_step", "assistant_only_loss")
+_BY_REWARDS: Any = {
+    "model": TemplateOptions,
+    "more": (RewardOptions,),
+    "needs": "reward",
+    "training": ("num_generations", "max_completion_length", "temperature"),
+    "defaulted": ("logging_steps", "logging_first_step", "learning_rate", "log_completions"),
+    "rewarded": True,
+}
+_BY_LOSS: Any = {"model": TemplateOptions, "training": ("max_length", "beta")}
+_CPO, _ORPO = "trl.experimental.cpo.CPO", "trl.experimental.orpo.ORPO"
+_OF_SIMPO = (("loss_type", "simpo"), ("cpo_alpha", 0.0), ("beta", 2.0), ("simpo_gamma", 1.0))  # its authors'
 TRAIN = Command(
-    "train",
-    "Train a causal language model on texts or conversations.",
-    "hf_hybrid.config:HybridConfig",
-    "hf_hybrid.trainer:HybridTrainer",
-    "transformers.TrainingArguments",
-    model=TextModelOptions,
-    data=TextDataOptions,
-    training=(),
-)
+    "train", "train", "Train a causal language model on texts or conversations.",
+    model=TextModelOptions, data=TextDataOptions, training=(), sees=False,
+)  # fmt: skip
 SFT = Command(
-    "sft",
-    "Fine-tune a model on chats, instructions or texts. By default only the answers are learned.",
-    "hf_hybrid.trl.sft_dpo:HybridSFTConfig",
-    "hf_hybrid.trl.sft_dpo:HybridSFTTrainer",
-    "trl.SFTConfig",
-    training=("max_length", "packing"),
-    defaulted=("logging_steps", "logging_first_step", "assistant_only_loss"),
-)
-DPO = Command(
-    "dpo",
-    "Train a model on preference pairs.",
-    "hf_hybrid.trl.sft_dpo:HybridDPOConfig",
-    "hf_hybrid.trl.sft_dpo:HybridDPOTrainer",
-    "trl.DPOConfig",
-    model=TemplateOptions,
-    training=("max_length", "beta"),
-)
-GRPO = Command(
-    "grpo",
-    "Train a model by rewards for what it answers.",
-    "hf_hybrid.trl.rl:HybridGRPOConfig",
-    "hf_hybrid.trl.rl:HybridGRPOTrainer",
-    "trl.GRPOConfig",
-    model=TemplateOptions,
-    more=(RewardOptions,),
-    training=("num_generations", "max_completion_length", "temperature"),
-    defaulted=("logging_steps", "logging_first_step", "learning_rate", "log_completions"),
-)
-KTO = Command(
-    "kto",
-    "Train a model on answers that are labelled as good or bad.",
-    "hf_hybrid.trl.others:HybridKTOConfig",
-    "hf_hybrid.trl.others:HybridKTOTrainer",
-    "trl.KTOConfig",
-    model=TemplateOptions,
-    training=("max_length", "beta"),
-)
+    "sft", "sft", "Fine-tune a model on chats, instructions or texts. By default only the answers are learned.",
+    "trl.SFT", training=("max_length", "packing"), defaulted=_ANSWERS,
+)  # fmt: skip
+DISTILL = Command(
+    "distill", "sft", "Train a model to answer as a larger one, its teacher, does: on chats, and on its own answers.",
+    "trl.experimental.gkd.GKD", more=(TeacherOptions,), needs="teacher", defaulted=_ANSWERS, sees=False,
+    training=("max_length", "lmbda", "max_new_tokens"),
+)  # fmt: skip
+DPO = Command("dpo", "dpo", "Train a model on preference pairs.", "trl.DPO", **_BY_LOSS)
+KTO = Command("kto", "kto", "Train a model on answers that are labelled as good or bad.", "trl.KTO", **_BY_LOSS)
+_TEXT: Any = {**_BY_LOSS, "sees": False}
 REWARD = Command(
-    "reward",
-    "Train a reward model, which scores answers, on preference pairs.",
-    "hf_hybrid.trl.others:HybridRewardConfig",
-    "hf_hybrid.trl.others:HybridRewardTrainer",
-    "trl.RewardConfig",
+    "reward", "dpo", "Train a reward model, which scores answers, on preference pairs.", "trl.Reward", sees=False
 )
-TRAINING = {command.name: command for command in (TRAIN, SFT, DPO, KTO, REWARD, GRPO)}
+GRPO = Command("grpo", "grpo", "Train a model by rewards for what it answers.", "trl.GRPO", **_BY_REWARDS)
+TRAINING = {
+    command.name: command
+    for command in (
+        TRAIN, SFT, DISTILL, DPO,
+        Command("orpo", "dpo", "Train on preference pairs by the loss of ORPO.", _ORPO, **_TEXT),
+        Command("cpo", "dpo", "Train on preference pairs by the loss of CPO.", _CPO, **_TEXT),
+        Command("simpo", "dpo", "Train on preference pairs by the loss of SimPO.", _CPO, decides=_OF_SIMPO, **_TEXT),
+        KTO, REWARD, GRPO,
+        Command("rloo", "grpo", "Train by rewards with the advantages of RLOO.", "trl.RLOO", **_BY_REWARDS),
+    )
+}  # fmt: skip
 
 
 class Options(NamedTuple):
@@ -329,13 +339,10 @@ class Options(NamedTuple):
     data: Any
     adapters: AdapterOptions
     launch: LaunchOptions
-    config: Any
-    """The hybrid config of the trainer."""
-    defaulted: frozenset[str]
-    """Options of the config that were not given, and that the command decides."""
-    trust_remote_code: bool
-    """Whether code of the model may run: an option of `train`, and of TRL's configs."""
-    rewards: RewardOptions | None = None
+    config: Any  # of the trainer
+    defaulted: frozenset[str]  # options of the config that were not given, and that the command decides
+    trust_remote_code: bool  # whether code of the model may run: an option of `train`, and of TRL's configs
+    own: Any = None  # those that the command has alone
 
 
 # Help.
@@ -345,6 +352,7 @@ USUAL = {
         "model", "dataset", "columns", "limit", "system_prompt", "sequence_length", "eval_dataset", "eval_share",
         "early_stopping_patience", "dry_run", "show_rows",
     ),
+    "Teacher": ("teacher",),
     "Rewards": ("reward", "reward_pattern"),
     "Adapters": ("peft", "lora_r", "lora_alpha", "lora_target_modules"),
     "Processes": ("num_processes", "cpu"),
@@ -357,7 +365,9 @@ TRAINING_OPTIONS = {
     "num_generations": "Completions of a prompt, whose rewards are compared. Default: 8.",
     "max_completion_length": "Tokens of a completion at most. Default: 512.",
     "temperature": "Of the sampling. Default: 1.",
-    "beta": "How close the model stays to its beginning. Default: 0.1.",
+    "lmbda": "Share of the micro-batches that the model answers itself. Default: 0.5.",
+    "max_new_tokens": "Tokens of such an answer at most. Default: 128.",
+    "beta": "dpo, kto: the higher, the closer to the beginning. Default: 0.1 (simpo: 2).",
     "learning_rate": "Default: with lora by a rule, from the shape of the adapters.",
     "num_train_epochs": "Passes over the data. Default: 3.",
     "max_steps": "Steps, in place of epochs.",
@@ -414,22 +424,17 @@ def help_all(command: Command = TRAIN) -> str:
 
 
 def _help_parser(command: Command, end: str) -> argparse.ArgumentParser:
-    reward = " --reward R" if command is GRPO else ""
-    usage = f"{command.program} [--config FILE] --model NAME --dataset DATA{reward} ..."
+    own = f" --{command.needs} {command.needs[0].upper()}" if command.needs else ""
+    usage = f"{command.program} --model NAME --dataset DATA{own} ..."
     return argparse.ArgumentParser(usage=usage, description=command.summary, epilog=end, add_help=False)
 
 
 def _describe(group: Any, known: Field, hint: Any) -> None:
     text = known.metadata["help"] + ("" if known.default is None else f" (default: {known.default})")
-    group.add_argument(f"--{known.name}", metavar=_metavar(hint), help=text)
-
-
-def _metavar(hint: Any) -> str:
-    if type(None) in get_args(hint):
-        hint = get_args(hint)[0]  # Optional[kind]
-    if get_origin(hint) is Literal:
-        return "{" + ",".join(get_args(hint)) + "}"
-    return {bool: "BOOL", int: "INT", float: "FLOAT"}.get(hint, "TEXT")
+    kind = get_args(hint)[0] if type(None) in get_args(hint) else hint  # of Optional[kind]
+    choices = "{" + ",".join(get_args(kind)) + "}" if get_origin(kind) is Literal else ""
+    metavar = choices or {bool: "BOOL", int: "INT", float: "FLOAT"}.get(kind, "TEXT")
+    group.add_argument(f"--{known.name}", metavar=metavar, help=text)
 
 
 # Parsing.
@@ -443,7 +448,7 @@ def _parser(command: Command):
             _refuse(message)
 
     # It is annotated with a `NewType` that no dataclass is.
-    kinds: Any = (*command.groups, imported(command.config))
+    kinds: Any = (*command.groups, command.of("Config"))
     parser = Parser(kinds, prog=command.program, allow_abbrev=False, add_help=False)
     for action in parser._actions:
         if action.dest in command.defaulted:
@@ -621,10 +626,11 @@ class CommandLine:
 
     def check_required(self) -> None:
         """Refuse a run without a model or without data. A file of another tool has them under other names."""
-        for name, words in self.early("model", "dataset").items():
+        for name, words in self.early("model", "dataset", *filter(None, [self.command.needs])).items():
             if not words and self._from_file:
                 self._check_names({action.dest: action for action in self._parser._actions})
-            required(name, words or None, self.command.program)
+            if not words:
+                raise OptionError(f"`--{name}` is missing. `{self.command.program} --help` says what it takes.")
 
     @property
     def processes(self) -> int:
@@ -644,11 +650,11 @@ class CommandLine:
 
     def _decided(self) -> dict[str, Any]:
         """Training arguments that follow from other options, or are the command's, where they are not written."""
-        written, values = self._parsed[1], {}
+        written, values = self._parsed[1], dict(self.command.decides)
         if self.command is not TRAIN and not any("checkpointing" in name for name in written):
             values["activation_checkpointing"] = "auto"
         if written.get("early_stopping_patience") is not None:
-            rewarded, by = self.command is GRPO, written.get("eval_strategy", "steps")
+            rewarded, by = self.command.rewarded, written.get("eval_strategy", "steps")
             values |= {"load_best_model_at_end": True, "greater_is_better": rewarded, "eval_strategy": by}
             values |= {"metric_for_best_model": f"eval_{'reward' if rewarded else 'loss'}", "save_strategy": by}
             steps = written.get("eval_steps", written.get("save_steps", 0.1))
@@ -690,13 +696,6 @@ def _by_own_name(word: str) -> str:
     name, equals, value = word.partition("=")
     own = ALIASES.get(name[2:].replace("-", "_")) if name.startswith("--") else None
     return word if own is None else f"--{own}{equals}{value}"
-
-
-def required(name: str, value: Any, program: str) -> Any:
-    """Return the value of an option that a run needs. Raises [`OptionError`] if it was not given."""
-    if value is None:
-        raise OptionError(f"`--{name}` is missing. `{program} --help` says what it takes.")
-    return value
 
 
 def read_file(path: str) -> dict[str, Any]:

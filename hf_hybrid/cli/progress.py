@@ -19,6 +19,7 @@ from hf_hybrid.cli.console import is_number, outcome, plural, print_line, print_
 from hf_hybrid.files import write_note
 from hf_hybrid.machine import copies_beside, wait_for
 from hf_hybrid.records.progress import HybridProgressCallback, PositionBar
+from hf_hybrid.run.trainer_view import own_losses
 from hf_hybrid.trl.rewards import text_of
 
 FORMATS = {
@@ -28,12 +29,13 @@ FORMATS = {
     "rewards/margins": "margin {:.2f}",
     "mean_token_accuracy": "token acc {:>3.0%}",
     "completions/mean_length": "length {:.0f}",
-    "frac_reward_zero_std": "zero-std groups {:>4.0%}",
     "grad_norm": "grad {:.2f}",
 }
 """Of a log entry, what a line shows and how, in this order."""
 LEAST_IMPORTANT = ("grad ", "token acc ", " tokens/s", "margin ", " skipped", "length ")
 """What a narrow terminal has no room for, the least important first."""
+ROUNDS = 5
+"""Rounds of completions, of which a difference of rewards is the least that a model learns from."""
 
 
 @contextlib.contextmanager
@@ -80,6 +82,7 @@ class Progress(TrainerCallback):
         self.bar: PositionBar | None = None
         self.begun = False  # whether a training has
         self.stepped = False  # whether a step has begun
+        self.seen = self.alike = self.advised = 0  # rounds since the last log, without a difference, and at the advice
         self.scale: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -110,6 +113,7 @@ class Progress(TrainerCallback):
         self.second = self.second or time.monotonic()
         if steps == 3 and state.is_world_process_zero:
             print_time(self._of_step(3), state.max_steps)
+        self.count_rounds()
         if self.interrupted.is_set():
             control.should_save = control.should_training_stop = True
 
@@ -125,11 +129,23 @@ class Progress(TrainerCallback):
         if scale == self.scale:  # said before
             logs = {name: value for name, value in logs.items() if name != "hybrid/learning_rate_scale"}
         self.scale = scale or self.scale
-        text = log_line(state.global_step, state.max_steps, logs, rate=rate, left=left, width=terminal_width())
+        text = log_line(
+            state.global_step,
+            state.max_steps,
+            logs,
+            rate=rate,
+            left=left,
+            width=terminal_width(),
+            likelihood=not own_losses(self.trainer),
+        )
         if "loss" in logs:
             self.tokens, self.logged = tokens, clock
         if text:
             print_line(text)
+        if "loss" in logs and (rounds := rounds_of(self.trainer)):
+            self.seen, prompts = 0, args.generation_batch_size // args.num_generations
+            if alike := round(sum(rounds) * prompts):
+                print_line(f"  {alike:,} of {len(rounds) * prompts:,} prompts: all completions got the same reward", 4)
         if "reward" in logs and getattr(args, "log_completions", False):
             print_line(f"  {last_completion(self.trainer)}", 4)
 
@@ -137,10 +153,44 @@ class Progress(TrainerCallback):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+        if self.alike >= min(ROUNDS, state.max_steps) and self.alike != self.advised:
+            self._advise()
+
+    def count_rounds(self) -> None:
+        """Count the rounds since rewards last differed, and advise as soon as they are [`ROUNDS`], once."""
+        for share in (rounds := rounds_of(self.trainer))[self.seen :]:
+            self.alike = self.alike + 1 if share == 1 else 0
+        self.seen = len(rounds)
+        if self.alike >= ROUNDS and not self.advised:
+            self._advise()
+
+    def _advise(self) -> None:
+        """Say that no reward differed, and what to look at."""
+        self.advised, args = self.alike, self.trainer.args
+        logged, key = self.trainer.state.log_history, "completions/clipped_ratio"
+        cut = self.trainer._metrics["train"].get(key) or [entry[key] for entry in logged if is_number(entry.get(key))]
+        print_line()
+        print_line(
+            f"No reward differed in {plural(self.alike, 'round')}, so nothing was learned: all completions of a prompt "
+            "got the same reward. Look at"
+        )
+        for line in (
+            "the completions above: do they have the form that the reward reads?",
+            f"--max_completion_length {args.max_completion_length}, which cut {(cut or [0])[-1]:.0%} of the last ones;",
+            "the prompts: a model learns from those that it gets right sometimes;",
+            f"--num_generations {args.num_generations} and --temperature {args.temperature:g}: with higher ones "
+            "completions differ more.",
+        ):
+            print_line(f"  - {line}", 4)
 
     def _of_step(self, steps: int) -> float:
         """Seconds of a step, from all of this run's `steps` but the first, with evaluations and checkpoints."""
         return (time.monotonic() - self.second) / (steps - 1)
+
+
+def rounds_of(trainer: Any) -> list[float]:
+    """Return of the rounds of completions since the last log the shares of prompts without a difference of rewards."""
+    return getattr(trainer, "_metrics", {}).get("train", {}).get("frac_reward_zero_std", [])
 
 
 def last_completion(trainer: Any) -> str:
@@ -164,15 +214,16 @@ def logging_steps(max_steps: int) -> int:
 
 
 def log_line(
-    step: int, steps: int, logs: dict[str, Any], *, rate: float | None = None, left: str = "", width: int = 80
-) -> str:
+    step: int, steps: int, logs: dict[str, Any], *, rate: float | None = None, left: str = "", width: int = 80,
+    likelihood: bool = True,
+) -> str:  # fmt: skip
     """
     Return the line for a log entry, in so many columns at most; empty if it has nothing to show. `rate` is in tokens
-    per second, `left` the time to the end.
+    per second, `left` the time to the end, and `likelihood` whether the loss is that of a language model.
     """
     place = f"step {step:>{len(str(steps))}}/{steps}"
     if any(name.startswith("eval_") for name in logs):
-        text = outcome(logs)
+        text = outcome(logs, likelihood)
         return f"{place}  eval: {text}" if text else ""
     names = [name for name in FORMATS if is_number(logs.get(name))]
     if "rewards/accuracies" in names:

@@ -33,8 +33,8 @@ from hf_hybrid.cli import console, loading, tokens
 from hf_hybrid.cli.data import NOTE_NAME, Reader, check_parts, check_paths, command_of, new_names
 from hf_hybrid.cli.launch import launch
 from hf_hybrid.cli.options import (
+    DISTILL,
     DPO,
-    GRPO,
     KTO,
     REWARD,
     SFT,
@@ -46,8 +46,6 @@ from hf_hybrid.cli.options import (
     complain,
     help_all,
     help_text,
-    imported,
-    required,
 )
 from hf_hybrid.files import is_disk_full, write_note
 from hf_hybrid.records.readings import as_dict
@@ -101,6 +99,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     if name == "data":
         return see(arguments)
     command = TRAINING[name]
+    program = command.program
     if {"--help_all", "--help-all"} & set(arguments) or "--help all" in " ".join(arguments):
         with console.quiet_imports():
             console.write_out(help_all(command))
@@ -115,7 +114,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         check_early(line)
         if "LOCAL_RANK" not in os.environ:
             names = {name: Path(words[0]).name for name, words in line.early("model", "dataset").items()}
-            console.print_line(f"{command.program}: {names['model']} on {names['dataset']}; importing torch ...")
+            console.print_line(f"{program}: {names['model']} on {names['dataset']}; importing torch ...")
         with console.quiet_imports():
             processes = line.processes  # imports what knows all options
         # A launcher of the user's that started this process has decided on the number of processes.
@@ -132,7 +131,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         with console.speaking(unsaid=(HOST_IS_LIMIT,) if command is TRAIN else (HOST_IS_LIMIT, NO_LEAPS)):
             return train(line)
     except (OptionError, ImportError) as error:  # an ImportError: of TRL, with how to install it
-        return complain(error, command.program)
+        return complain(error, program)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -140,7 +139,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
             raise
         logger.debug("The error in full:", exc_info=True)
         reason = getattr(error, "strerror", None) or error
-        console.write_error(f"{command.program}: error: {reason}\n")  # of any process
+        console.write_error(f"{program}: error: {reason}\n")  # of any process
         return 1
 
 
@@ -148,19 +147,19 @@ def check_early(line: CommandLine) -> None:
     """Refuse what can be seen to be wrong without torch. Raises [`OptionError`]."""
     early = line.early(
         "model", "dataset", "eval_dataset", "columns", "reward", "reward_pattern", "sample_prompts", "report_to",
-        "dataset_split", "dataset_config", "eval_split",
+        "dataset_split", "dataset_config", "eval_split", "teacher",
     )  # fmt: skip
-    names = required("reward", early["reward"] or None, line.command.program) if line.command is GRPO else []
     try:
         for path in early["sample_prompts"]:
             from hf_hybrid.report.samples import read_prompts
 
             read_prompts(path)
-        for name in names:
+        for name in early["reward"]:
             rewards.check_name(name, next(iter(early["reward_pattern"]), None))
     except ValueError as error:
         raise OptionError(str(error)) from None
-    loading.check_model(early["model"][0])
+    for option in ("model", "teacher"):
+        loading.check_model(option, *early[option][:1])
     check_paths("dataset", early["dataset"])
     check_paths("eval_dataset", early["eval_dataset"])
     check_parts(early["dataset"], dataset_split=early["dataset_split"], dataset_config=early["dataset_config"])
@@ -258,11 +257,13 @@ def train(line: CommandLine) -> int:
         return 128 + signal.SIGINT
     if trainer.preempted:
         console.print_interruption(trainer)
-        _end_together(trainer)
-        return 128 + signal.SIGTERM
-    evaluated = _evaluated_last(trainer) if progress.stepped else {}
-    finish(trainer, result.metrics if progress.stepped else {}, options, evaluated)
-    return 0
+    else:
+        evaluated = _evaluated_last(trainer) if progress.stepped else {}
+        finish(trainer, result.metrics if progress.stepped else {}, options, evaluated)
+    # If a process exits while another still communicates with it, the launcher reports a failure.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+    return 128 + signal.SIGTERM if trainer.preempted else 0
 
 
 # Before training.
@@ -299,11 +300,8 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         )
     loading.check_sizes(config, str(options.model.model), known, getattr(options.data, "sequence_length", 0))
     reader = Reader.of(options)
-    if args.eval_strategy != "no" and not reader.evaluates:
-        raise OptionError(
-            f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
-            "`--eval_share`."
-        )
+    if not reader.evaluates:
+        check_evaluates(args)
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
         processes = getattr(args, "dataset_num_proc", None)
@@ -314,16 +312,25 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
             if not was_given(args, "max_length") and getattr(args, "max_length", None) is not None:
                 args.max_length = None
                 console.print_fact("max_length", "none: rows with images are not cut, unless you set it")
-        if command is GRPO and loading.learns_positions(config) and not options.data.streaming:
+        if eval_set is None:
+            check_evaluates(args)
+        if command.rewarded and loading.learns_positions(config) and not options.data.streaming:
             tokens.check_prompts(train_set, tokenizer, config, args.max_completion_length or 0)
     more: dict[str, Any] = {} if command is TRAIN else {"peft_config": adapters}
     if "log_completions" in options.defaulted:
         args.log_completions, args.num_completions_to_print = True, 0  # TRL writes them, and `Progress` shows one
-    if options.rewards is not None:
-        pattern, names = options.rewards.reward_pattern, options.rewards.reward or []
+    if command.rewarded:
+        pattern, names = options.own.reward_pattern, options.own.reward or []
         row = next(iter(train_set))
         more["reward_funcs"], text = rewards.load_all(names, pattern, args.reward_weights, row)
         console.print_fact("rewards", text)
+    if command is DISTILL:
+        from hf_hybrid.trl.distillation import AnswersCollator
+
+        more["teacher_model"] = loading.load_teacher(options, config, tokenizer)
+        pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0
+        more["data_collator"] = AnswersCollator(pad)
+        train_set, eval_set = (rows and tokens.cut(rows, reader) for rows in (train_set, eval_set))
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
         model = loading.load_model(options, config, adapter, images, len(tokenizer))
@@ -335,9 +342,9 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
     if images and adapters is not None and adapters.target_modules == "all-linear":
         adapters.exclude_modules = loading.around_images(model)
         console.print_fact("adapters", "on the language model; what encodes images stays as it is")
-    if command is SFT:
+    if command.rows == "sft":
         args.assistant_only_loss = False  # done: the labels say it
-    if command is SFT and not images:
+    if command.rows == "sft" and not images:
         tokens.warn_of_traps(train_set, tokenizer, model)
     if command is TRAIN:
         # Rows are of one length, so nothing is padded. Trainer's collator would pad, which takes a pad token.
@@ -347,7 +354,7 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         args.model_init_kwargs = None  # done
     if command in (DPO, KTO) and adapters is None and adapter is None and not args.precompute_ref_log_probs:
         more["ref_model"] = copy.deepcopy(model)  # TRL would load the model again by its name
-    trainer = imported(command.trainer)(
+    trainer = command.of("Trainer")(
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=processing, **more
     )
     loading.finish_tokens(trainer.model)
@@ -356,13 +363,32 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
 
         if (rate := reward_rate(trainer)) is not None:
             args.learning_rate = rate
+    if command.rewarded and hasattr(eval_set, "__len__"):
+        compare_rewards(trainer, len(eval_set))
     if options.data.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(options.data.early_stopping_patience))
-    if command is DPO:
+    if command.rows == "dpo":
         tokens.report_pairs(trainer, (train_set, eval_set), config, console.print_fact)
-    shown = trainer.train_dataset if command in (DPO, KTO, REWARD) else train_set
+    shown = trainer.train_dataset if command.rows in ("dpo", "kto") else train_set
     tokens.show_rows(shown, options.data.show_rows, processing, reader, console.print_fact)
     return trainer, reader
+
+
+def compare_rewards(trainer: Any, held_out: int) -> None:
+    """
+    Let the prompts that are held out be completed before the training too, each as often as a twentieth of the run's
+    completions allows, and once at least.
+    """
+    from hf_hybrid.config import was_given
+
+    args, steps = trainer.args, console.steps_of(trainer)
+    args.eval_on_start |= not was_given(args, "eval_on_start")
+    if args.num_generations_eval is None and steps is not None:
+        completions = steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        most = max(completions // (20 * 2 * held_out), 1)
+        rows = args.eval_batch_size * args.world_size
+        counts = range(1, trainer.num_generations + 1)
+        trainer.num_generations_eval = max(count for count in counts if count <= most and rows % count == 0)
 
 
 def _config_note(trainer: Any) -> dict[str, Any]:
@@ -380,26 +406,35 @@ def _config_note(trainer: Any) -> dict[str, Any]:
 def check_options(options: Options) -> None:
     """Refuse options that cannot be combined. Raises [`OptionError`]."""
     data, args, adapters = options.data, options.config, options.adapters
-    names, weights = data.dataset or [], data.dataset_weights
-    if weights is not None and len(weights) != len(names):
-        raise OptionError(f"`--dataset_weights` has {len(weights)} numbers, and `--dataset` names {len(names)}.")
-    if weights is not None and (min(weights) < 0 or not 0 < sum(weights) < float("inf")):
-        words = " ".join(f"{weight:g}" for weight in weights)
-        raise OptionError(f"`--dataset_weights {words}` must be at least 0, and one greater.")
-    if data.streaming and args.max_steps <= 0:
-        raise OptionError("`--streaming true` reads no more rows than it trains on, so it needs `--max_steps`.")
-    if data.streaming and data.eval_share and not data.eval_dataset:
+    names, weights = data.dataset or [], data.dataset_weights or [1.0] * len(data.dataset or [])
+    shown = " ".join(f"{weight:g}" for weight in weights)
+    wrong = {
+        f"`--dataset_weights` has {len(weights)} numbers, and `--dataset` names {len(names)}.":
+            len(weights) != len(names),
+        f"`--dataset_weights {shown}` must be at least 0, and one greater.":
+            bool(weights) and (min(weights) < 0 or not 0 < sum(weights) < float("inf")),
+        "`--streaming true` reads no more rows than it trains on, so it needs `--max_steps`.":
+            data.streaming and args.max_steps <= 0,
+        "`--eval_share` divides a data set whose rows are known. While streaming set `--eval_dataset`.":
+            data.streaming and data.eval_share and not data.eval_dataset,
+        "`--eval_share` and `--eval_dataset` both say what is evaluated on. Leave one out.":
+            data.eval_dataset and data.eval_share,
+        "`--early_stopping_patience` keeps the best model. Leave out `--load_best_model_at_end false`.":
+            data.early_stopping_patience is not None and not args.load_best_model_at_end,
+        "`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.":
+            adapters.load_in_8bit and adapters.load_in_4bit,
+    }  # fmt: skip
+    for message in (message for message, is_so in wrong.items() if is_so):
+        raise OptionError(message)
+
+
+def check_evaluates(args: Any) -> None:
+    """Refuse evaluations during a training that holds nothing out."""
+    if args.eval_strategy != "no":
         raise OptionError(
-            "`--eval_share` divides a data set whose rows are known. While streaming set `--eval_dataset`."
+            f"`--eval_strategy {args.eval_strategy.value}` has nothing to evaluate on. Set `--eval_dataset` or "
+            "`--eval_share`."
         )
-    if data.eval_dataset and data.eval_share:
-        raise OptionError("`--eval_share` and `--eval_dataset` both say what is evaluated on. Leave one out.")
-    if data.early_stopping_patience is not None and not args.load_best_model_at_end:
-        raise OptionError(
-            "`--early_stopping_patience` keeps the best model. Leave out `--load_best_model_at_end false`."
-        )
-    if adapters.load_in_8bit and adapters.load_in_4bit:
-        raise OptionError("`--load_in_8bit` and `--load_in_4bit` cannot be combined. Leave one out.")
 
 
 def check_output(folder: str) -> None:
@@ -456,7 +491,6 @@ def finish(trainer: Any, trained: dict[str, Any], options: Options, evaluated: d
             f"could not be written ({error}). Free space, then end the run with the same command.",
         ) from error
     console.print_end(trainer, trained, evaluated)
-    _end_together(trainer)
 
 
 def _evaluated_last(trainer: Any) -> dict[str, Any]:
@@ -466,9 +500,3 @@ def _evaluated_last(trainer: Any) -> dict[str, Any]:
     logged, step = trainer.state.log_history, trainer.state.global_step
     last = next((entry for entry in reversed(logged) if "eval_loss" in entry and entry["step"] == step), {})
     return {name: value for name, value in last.items() if name != "step"}
-
-
-def _end_together(trainer: Any) -> None:
-    """If a process exits while another still communicates with it, the launcher reports a failure."""
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()

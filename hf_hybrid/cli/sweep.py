@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "interrupted sweep. Ends with a table, and best.yaml for `--config`."
     )
     add = parser.add_argument
-    text = "what trains: train (default), sft, dpo or grpo"
+    text = f"what trains: {', '.join(TRAINING)} (default: train)"
     add("trainer", nargs="?", choices=TRAINING, default="train", metavar="COMMAND", help=text)
     add("--config", required=True, metavar="FILE", help="YAML file with the options of all trials, for that command")
     add("--learning_rate", metavar="VALUES", help="learning rates to try: a range, 1e-5..1e-2, or values, 1e-4,3e-4")
@@ -191,10 +191,11 @@ def _prepare(args: argparse.Namespace) -> Trials:
     line.check_required()
     parameters = _read_parameters(args, command)
     options = line.options()
-    if not Reader.of(options).evaluates:
+    reader = Reader.of(options)
+    if reader.holds_prompts or not reader.evaluates:
         raise OptionError(
-            f"`eval_share: 0` in `{args.config}` leaves nothing to compare trials on (in grpo it is the default). Set "
-            "`eval_share` to another share, or name an `eval_dataset`."
+            f"`eval_share: 0` in `{args.config}` leaves nothing to compare trials on, and by rewards a default of few "
+            "prompts. Set `eval_share` to another share, or name an `eval_dataset`."
         )
     if options.data.early_stopping_patience is not None:
         raise OptionError("`early_stopping_patience` does not go with a sweep, which ends trials itself. Leave it out.")

@@ -326,16 +326,19 @@ def report_hidden(source: Any, answers: Answers, report: Report) -> None:
         report("not shown", f"{said}: the chat template has no place for them{calls}")
 
 
-def report_images(rows: Any, command: str, whole: bool, report: Report) -> None:
+def report_images(rows: Any, kind: str, whole: bool, report: Report) -> None:
     """Say how many images rows have, and of SFT what is learned: `whole` chats, or answers alone."""
     if hasattr(rows, "__len__"):
         if not len(rows):
             raise OptionError("No row has an answer behind what is asked.")
         sizes = _sizes(rows, "images")
-        if command == "grpo" and not all(sizes):
-            raise OptionError("Some prompts have images and others none, and TRL samples no completions of both.")
+        if kind == "grpo" and not all(sizes):
+            raise OptionError(
+                "Some prompts have images and others none, and TRL samples no completions of both. Train on one kind "
+                "after the other."
+            )
         report("images", f"{sum(sizes):,} in {len(sizes):,} rows")
-    if command == "sft":
+    if kind == "sft":
         report("loss on", "whole conversations" if whole and "messages" in rows.column_names else "answers alone")
 
 
@@ -347,9 +350,10 @@ def show_rows(rows: Any, count: int, tokenizer: Any, reader: Any, report: Report
         asked, names = row.get("prompt_ids", []), ("chosen", "rejected", "completion")
         sides = {name: row[f"{name}_ids"] for name in names if f"{name}_ids" in row}
         pieces = {name: (asked + ids, [False] * len(asked) + [True] * len(ids)) for name, ids in sides.items()}
-        if "input_ids" in row:
-            pieces = {"": (row["input_ids"], [label >= 0 for label in row["labels"]])}
-        elif "images" in row:
+        for column in filter(row.__contains__, ("labels", "chosen_labels", "rejected_labels")):
+            side = column.removesuffix("labels")
+            pieces[side.rstrip("_")] = row[f"{side}input_ids"], [label >= 0 for label in row[column]]
+        if "images" in row:
             pieces, length = _with_places(row, processor, names), None
         elif not pieces:
             pieces = {"": (answers.prompt(row), itertools.repeat(False))}
@@ -424,6 +428,15 @@ def report_learned(rows: Any, eval_rows: Any, reader: Any, learned: str, report:
         check_positions(config, min(longest, length or longest), "Set a lower `--max_length`.")
 
 
+def cut(rows: Any, reader: Any) -> Any:
+    """Return rows of tokens cut to `max_length`, without those of which nothing is learned then."""
+    kept = slice(reader.max_length)
+    if reader.max_length and reader.keep_end:
+        kept = slice(-reader.max_length, None)
+    rows = rows.map(lambda row: {name: row[name][kept] for name in ("input_ids", "labels")})
+    return rows.filter(lambda row: any(label >= 0 for label in row["labels"][1:]))
+
+
 def _counts(rows: Any, length: int, keep_end: bool) -> Iterator[tuple[int, int, int]]:
     """Yield of each row the numbers of tokens, of those learned, and of those that are learned once it is cut."""
     import numpy
@@ -447,26 +460,44 @@ def _sizes(rows: Any, column: str) -> list[int]:
     return [size for table in tables for size in table[column].combine_chunks().value_lengths().to_pylist()]
 
 
-def _report_cut(what: str, sizes: list[int], lost: int, total: int, length: int, report: Report) -> None:
-    """Say how many rows `max_length` cuts or leaves out. Raises [`OptionError`] if it leaves out all."""
+def _report_cut(
+    what: str, sizes: list[int], lost: int, total: int, length: int, report: Report, is_cut: bool = False
+) -> None:
+    """
+    Say how many rows `max_length` cuts or leaves out; `is_cut`: the sizes are those of what is left. Raises
+    [`OptionError`] if it leaves out all.
+    """
     if total and lost == total:
         raise OptionError(f"`--max_length {length}` cuts every {what} before its answer begins. Raise it.")
-    if cut := sum(size > length for size in sizes) + total - len(sizes):
-        text = f"{cut:,} of {total:,} {what}s cut at --max_length {length:,} (the longest has {max(sizes):,} tokens)"
+    longest, most = max(sizes, default=0), length - is_cut
+    if cut := sum(size > most for size in sizes) + total - len(sizes):
+        text = f"{cut:,} of {total:,} {what}s cut at --max_length {length:,}"
+        text += f" (the longest has {longest:,} tokens)" * (longest > length)
         report("cut", text + (f"; {lost:,} of them keep no answer and are left out" if lost else ""))
 
 
 def report_pairs(trainer: Any, before: Sequence[Any], config: Any, report: Report) -> None:
-    """Say how many preference pairs TRL cuts or leaves out, of those that there were `before`, and refuse as above."""
+    """
+    Say how many preference pairs TRL cuts or leaves out, of those that there were `before`, and refuse as above. Leave
+    out those that TRL has cut to their prompts in other trainers than DPO's: their losses are NaN.
+    """
     length, longest = trainer.args.max_length, 0
-    names, after = ("pair", "evaluation pair"), (trainer.train_dataset, trainer.eval_dataset)
-    for what, pairs, rows in zip(names, before, after, strict=True):
-        if "prompt_ids" not in (getattr(rows, "column_names", None) or ()) or not hasattr(rows, "__len__"):
+    datasets = zip(("pair", "evaluation pair"), ("train_dataset", "eval_dataset"), before, strict=True)
+    for what, name, pairs in datasets:
+        rows = getattr(trainer, name)
+        columns = (getattr(rows, "column_names", None) or ()) if hasattr(rows, "__len__") else ()
+        if "chosen_labels" in columns:
+            rows = rows.filter(lambda row: row["chosen_labels"][-1] >= 0 <= row["rejected_labels"][-1])
+            setattr(trainer, name, rows)
+            parts = [[0] * len(rows), *(_sizes(rows, f"{side}_input_ids") for side in ("chosen", "rejected"))]
+        elif "prompt_ids" in columns:
+            parts = [_sizes(rows, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+        else:
             continue
-        parts = [_sizes(rows, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
         sizes = [prompt + max(sides) for prompt, *sides in zip(*parts, strict=True)]
         if length is not None:
-            _report_cut(what, sizes, len(pairs) - len(rows), len(pairs), length, report)
+            is_cut = "chosen_labels" in columns
+            _report_cut(what, sizes, len(pairs) - len(rows), len(pairs), length, report, is_cut)
         longest = max([longest, *sizes])
         if what == "pair":
             tokens = sum(map(sum, [parts[0], *parts]))  # each side has the prompt

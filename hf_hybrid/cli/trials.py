@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.cli.console import print_line
-from hf_hybrid.cli.options import COMMAND, PRIVATE, OptionError
+from hf_hybrid.cli.options import COMMAND, PRIVATE, TRAINING, OptionError
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, as_yaml, read_options, split_private
 from hf_hybrid.files import delete_temporaries, open_to_append, write_json, write_text
 from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial, TrialState, optuna
@@ -205,7 +205,11 @@ class Trials:
             return optuna.trial.create_trial(state=TrialState.FAIL, user_attrs={REASON: "its folder is missing"})
         outcome = read_outcome(folder) or Outcome(TrialState.RUNNING)
         max_steps, losses = logged(folder)
-        attributes = {MAX_STEPS: max_steps, REASON: outcome.reason, REWARDED: self.options.get(COMMAND) == "grpo"}
+        attributes = {
+            MAX_STEPS: max_steps,
+            REASON: outcome.reason,
+            REWARDED: TRAINING[self.options.get(COMMAND, "train")].rewarded,
+        }
         parameters = self._parameters(folder, outcome)
         try:
             return optuna.trial.create_trial(

@@ -101,7 +101,10 @@ def _final_loss(run: Run) -> dict:
 
 
 def _scores(run: Run) -> dict[str, dict]:
-    """Return the first, last and best value of each score, of the training and of evaluations. More is better."""
+    """
+    Return the first, last and best value of each score, of the training and of evaluations, and what it was before the
+    training. More is better.
+    """
     scores = {}
     for key, name in SCORES:
         ends = {kind: _ends(run.series(logged)) for kind, logged in (("training", key), ("held_out", f"eval_{key}"))}
@@ -113,8 +116,9 @@ def _scores(run: Run) -> dict[str, dict]:
 def _ends(points: Points) -> dict | None:
     if not points:
         return None
-    (step, last), best = points[-1], max(points, key=lambda point: point[1])
-    return {"first": points[0][1], "last": last, "step": step, "best": best[1], "best_step": best[0]}
+    (begin, first), (step, last), best = points[0], points[-1], max(points, key=lambda point: point[1])
+    before = {"before": first} if begin == 0 < step else {}
+    return {"first": first, **before, "last": last, "step": step, "best": best[1], "best_step": best[0]}
 
 
 def _steps(run: Run) -> dict:

@@ -145,6 +145,7 @@ NUMBERS = (
         (f"{kind}{name}", f"scores.{key}.{place}", _format_loss, about, f"scores.{key}.{detail}")
         for key, name in SCORES
         for kind, place, about, detail in (
+            ("Before training: ", "held_out.before", "", ""),
             ("Eval: ", "held_out.last", "best", "held_out.best"),
             ("", "training.last", "at first", "training.first"),
         )

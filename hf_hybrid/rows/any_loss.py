@@ -33,7 +33,7 @@ from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.tree import Rows, rows_of_states
 from hf_hybrid.run.trainer_view import IN_PLACE, TrainerView, overridden, own_losses
 
-KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "CPO", "ORPO", "TPO")}
+KNOWN = {("trl", f"{kind}Trainer") for kind in ("Reward", "KTO", "Distillation", "GKD", "CPO", "ORPO", "TPO")}
 """Trainers of TRL whose losses read no padding."""
 MODELS = ("model", "ref_model", "teacher_model")
 """Attributes of a trainer with the models that its loss computes."""

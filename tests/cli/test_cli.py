@@ -362,7 +362,7 @@ def test_help_needs_neither_torch_nor_transformers():
         "    try:\n        main(arguments)\n    except SystemExit as ended:\n        assert not ended.code\n"
     )
     shown = python(code, without={"torch", "transformers", "accelerate", "datasets", "yaml", "numpy"})
-    assert "usage: hf-hybrid train [--config FILE]" in shown and "bug report" in shown and "--vram" in shown
+    assert "usage: hf-hybrid train --model NAME" in shown and "bug report" in shown and "--vram" in shown
 
 
 def test_what_is_missing_is_asked_for_before_anything_starts(folder, refused):

@@ -1,6 +1,7 @@
-"""`hf-hybrid sft | dpo | grpo | chat`: formats, which tokens are learned, runs, and what is refused before them."""
+"""`hf-hybrid sft | dpo | kto | reward | grpo`, `chat`: formats, which tokens are learned, runs, refusals."""
 
 import dataclasses
+import importlib
 import io
 import json
 import re
@@ -30,7 +31,7 @@ from hf_hybrid.cli import chat, console, formats, progress
 from hf_hybrid.cli.data import Reader, mixed, shares
 from hf_hybrid.cli.export import held_out_rows, read_note
 from hf_hybrid.cli.formats import FormatError, recognise
-from hf_hybrid.cli.main import main
+from hf_hybrid.cli.main import COMMANDS, main
 from hf_hybrid.cli.options import (
     GRPO,
     SFT,
@@ -541,7 +542,7 @@ def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
         assert whole == read.format(number) + answer
     (tmp_path / "note.json").write_text(json.dumps(dataclasses.replace(note, command="grpo").to_dict()))
     note = read_note(tmp_path / "note.json")
-    assert note.command == "grpo" and not note.evaluates
+    assert note.command == "grpo" and note.holds_prompts
 
 
 def test_kto_learns_from_labels_as_trl_does(run, left, tmp_path):
@@ -632,7 +633,7 @@ def test_grpo_stops_at_ctrl_c_with_a_checkpoint_and_goes_on(run, folder, left):
 @pytest.mark.parametrize(
     "reward, words, status, lines",
     [
-        ("short", [], 0, ["No reward differed in 2 steps, so nothing was learned", "which cut 100% of the last",
+        ("short", [], 0, ["No reward differed in 2 rounds, so nothing was learned", "which cut 100% of the last",
                           'short 0: "What is']),
         ("short", ["--peft", "lora", "--lora_alpha", "800"], 0, ["rate 0.000432 (the rule for adapters)"]),
         ("later", ["--save_steps", "1"], 1, ["Stopped at step 1 of 2. Saved: "]),
@@ -1033,10 +1034,12 @@ def test_the_options_of_the_model_are_trls():
     assert theirs - ours == {"model_name_or_path"}  # `model`; both names are taken
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("name", [name for name in TRAINING if name != "train"])
 def test_every_option_of_trl_is_taken(name, tmp_path):
     command = TRAINING[name]
-    config = getattr(trl, command.kind.removeprefix("trl."))
+    module, _, config = command.kind.rpartition(".")
+    config = getattr(importlib.import_module(module), config)
+    assert issubclass(command.of("Config"), config)
     line = CommandLine(["--model_name_or_path", "m", "--dataset_name", "d", "--dataset-train-split", "t"], command)
     values = vars(line.values)
     assert {field.name for field in dataclasses.fields(config) if field.init} <= values.keys()
@@ -1129,4 +1132,4 @@ def test_commands_are_in_the_help(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(re.search(rf"^ +{name} ", out, re.M) for name in ("sft", "dpo", "grpo", "chat", "convert"))
+    assert all(re.search(rf"^ +{name} ", out, re.M) for name in COMMANDS)

@@ -8,10 +8,11 @@ import shlex
 import sys
 
 import pytest
+from conftest import mostly_slow
 from rig.byte_llama import assistant, chat_tokenizer, save_llama, user
 
 from hf_hybrid.cli.data import Reader
-from hf_hybrid.cli.options import DataOptions, OptionError
+from hf_hybrid.cli.options import TRAINING, DataOptions, OptionError
 
 pytest.importorskip("trl")
 
@@ -71,6 +72,12 @@ SFT = {
     "packed.jsonl.gz": (gzip.compress(lines({"messages": CHAT}).encode()), {"messages": CHAT}),
     "packed.json.bz2": (bz2.compress(json.dumps([{"messages": CHAT}] * 3).encode()), {"messages": CHAT}),
     "packed.csv.gz": (gzip.compress(f"question,answer\n{Q},{A}\n".encode()), ASKED),
+    "roles.jsonl": (lines({"messages": [{"role": "DEVELOPER", "content": "Add."}, {**user(Q), "role": "Human"},
+                                        {**assistant(A), "role": "GPT"}]}),
+                    {"messages": [{"role": "DEVELOPER", "content": "Add."}, *CHAT]}),
+    "an answer first.jsonl": (lines({"conversations": [SHAREGPT[1], *SHAREGPT]}), {"messages": [CHAT[1], *CHAT]}),
+    "calls.jsonl": (lines({"fncall_messages": CHAT, "fncall_tools": [], "response": [A]}), {"messages": CHAT}),
+    "a chat as text too.jsonl": (lines({"conversations": SHAREGPT, "text": f"{Q} {A}"}), {"messages": CHAT}),
     # Questions and answers.
     **{f"{q} {a}.jsonl": (lines({q: Q, a: A}), ASKED) for q, a in (
         ("prompt", "completion"), ("question", "answer"), ("query", "response"), ("input", "output"),
@@ -124,6 +131,11 @@ DPO = {
     "orca.jsonl": (lines({"system": "", "question": Q, **PAIR}), PREFERRED),
     "alpaca.jsonl": (lines({"instruction": "Add", "input": "1 and 3", **PAIR}),
                      {**PREFERRED, "prompt": [user("Add\n\n1 and 3")]}),
+    "hh.jsonl": (lines({side: f"\n\nHuman: {Q}\n\nAssistant: {answer}" for side, answer in PAIR.items()}),
+                 {side: f"\n\nHuman: {Q}\n\nAssistant: {answer}" for side, answer in PAIR.items()}),
+    "ultrafeedback.jsonl": (lines({"prompt": Q, "prompt_id": "1", "score_chosen": 8.0, "score_rejected": 2.0,
+                                   **{side: [user(Q), assistant(answer)] for side, answer in PAIR.items()}}),
+                            {side: [user(Q), assistant(answer)] for side, answer in PAIR.items()}),
     "openai.jsonl": (lines({"input": {"messages": [user(Q)]}, "preferred_output": [assistant(A)],
                             "non_preferred_output": [assistant(B)]}), PREFERRED),
     "odd.jsonl": (lines({"question": Q, "good one": A, "bad one": B}), PREFERRED),
@@ -180,6 +192,24 @@ def test_a_file_is_read_right_or_refused_with_advice_that_works(tmp_path, comman
     if command == "sft":  # the rewards of grpo get what is left
         named, unread = re.findall(r"`(\w+)`", said), {"id", "task_id", "agent", "environment", "trajectory", "info"}
         assert {*named} >= unread & {*re.findall(r'"(\w+)":', str(content))}
+
+
+FILES = {(of, name): files[name] for of, files in (("sft", SFT), ("dpo", DPO), ("grpo", GRPO)) for name in files}
+NO_PAIRS = ("an odd text.jsonl", "two chats.jsonl", "odd.jsonl")
+"""Files of which nothing says whose they are, where pairs are asked for."""
+QUICK = [("sft", "one object.json"), ("sft", "judged.jsonl"), ("sft", "tokens.jsonl"), ("dpo", "hh.jsonl")]
+
+
+@pytest.mark.parametrize("of, name", mostly_slow(list(FILES), QUICK))
+def test_every_command_reads_a_file_or_names_one_that_does(tmp_path, of, name):
+    """Word by word: whoever follows the sentences of refusals has rows in the end."""
+    content = FILES[of, name][0]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for command in TRAINING:
+        pairs = TRAINING[command].rows in ("dpo", "kto")  # or labelled answers
+        if command not in (of, "train") and not (pairs and name in NO_PAIRS and of != "dpo"):
+            source, rows, _, refusals = follow(command, tmp_path / name)
+            assert len(rows) and (not refusals or source.format.title)
 
 
 @pytest.mark.parametrize("name", ["packed.jsonl.zst", "packed.json.zst", "packed.csv.zst", "packed.txt.zst"])

@@ -6,13 +6,14 @@ import re
 
 import pytest
 import torch
+from conftest import mostly_slow
 from datasets import Dataset, Features, List
 from datasets import Image as ImageFeature
 from rig import vision
 from rig.byte_llama import assistant, chat_tokenizer, save_llama, user
 
 from hf_hybrid.cli.data import Reader
-from hf_hybrid.cli.options import DataOptions, OptionError
+from hf_hybrid.cli.options import TRAINING, OptionError
 
 pytest.importorskip("trl")
 
@@ -52,7 +53,7 @@ def write(path, *rows):
 
 def read(command, path, **more):
     """The rows as the trainer takes them, and what is said of them."""
-    said, data = [], DataOptions(dataset=[str(path)], eval_share=0, **more)
+    said, data = [], TRAINING[command].data(dataset=[str(path)], eval_share=0, **more)
     config = vision.config_of("smolvlm", vision.processor_of("smolvlm"))
     reader = Reader(command, data, 0)
     rows, _ = reader.train_and_eval(vision.tokenizer(), lambda *fact: said.append(": ".join(fact)), config=config)
@@ -154,7 +155,9 @@ def test_a_wrong_row_is_refused_with_its_number(folder, message):
 
 def test_prompts_of_grpo_all_have_images_or_none(folder):
     write(folder / "rows.jsonl", {"images": ["0.png"], "question": "w1"}, {"images": [], "question": "w1"})
-    with pytest.raises(OptionError, match="Some prompts have images and others none"):
+    with pytest.raises(
+        OptionError, match="Some prompts have images and others none.* Train on one kind after the other"
+    ):
         read("grpo", "rows.jsonl")
 
 
@@ -164,6 +167,41 @@ def test_a_model_of_text_says_how_to_do_without(folder, cli):
     told = cli("sft", "--model", "model", "--dataset", "rows.jsonl", "--output_dir", "out", status=2)[1]
     assert "it has images in `image`, and `hf-hybrid sft` trains models of text" in " ".join(told.split())
     assert "`--columns ignored=image` reads the rows without them" in " ".join(told.split())
+
+
+@pytest.mark.parametrize("command", ["reward", "orpo", "distill", "train"])
+def test_commands_of_text_say_how_to_do_without(folder, command):
+    pair = {"prompt": "w1", "chosen": "w2", "rejected": "w3"}
+    row = pair if command in ("reward", "orpo") else {"messages": [user("<image>w1"), *ANSWER]}
+    write(folder / "rows.jsonl", {"images": ["0.png"], **row})
+    told = f"`hf-hybrid {command}` trains models of text. `--columns ignored=images` reads the rows without them."
+    with pytest.raises(OptionError, match=re.escape(told)):
+        read(command, "rows.jsonl")
+    more = {"sequence_length": 2} if command == "train" else {}
+    rows, _ = read(command, "rows.jsonl", columns=["ignored=images"], **more)
+    assert len(rows) and "images" not in rows.column_names
+
+
+MIXED = {
+    "sft": {"messages": [user("w1 w2"), *ANSWER]},
+    "dpo": {"prompt": "w1 w2", "chosen": "w5", "rejected": "w6"},
+    "kto": {"prompt": "w1 w2", "completion": "w5", "label": True},
+}
+
+
+@pytest.mark.parametrize("command", mostly_slow(MIXED, ["sft"]))
+@pytest.mark.parametrize("where", ["data", "eval"])
+def test_data_with_and_without_images_train_together(folder, saved, cli, command, where):
+    row = MIXED[command]
+    write(folder / "with.jsonl", *[{"images": [f"{n % 2}.png"], **row} for n in range(4)])
+    write(folder / "without.jsonl", *[row] * 4)
+    data = ["--dataset", "without.jsonl", "with.jsonl", "--eval_share", "0"]
+    if where == "eval":
+        data = ["--dataset", "without.jsonl", "--eval_dataset", "with.jsonl"]
+    words = ["--model", saved, "--output_dir", "out", "--max_steps", "2", "--use_cpu", "--report_to", "none"]
+    out = cli(command, *data, *words, "--per_device_train_batch_size", "4")[0]
+    assert "Done: 2 steps" in out and ("images     4 in 8 rows" in out) == (where == "data")
+    assert ("eval       loss" in out) == (where == "eval") and "nan" not in out
 
 
 RUNS = {

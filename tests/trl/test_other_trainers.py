@@ -41,7 +41,9 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
     HybridConfig,
+    HybridCPOTrainer,
     HybridKTOTrainer,
+    HybridORPOTrainer,
     HybridRewardTrainer,
     HybridTrainer,
     hybrid_config,
@@ -98,7 +100,10 @@ def train(name, folder, hybrid, *, peft_config=None, config=None, **options):
     }  # fmt: skip
     made = trainer_class
     if hybrid:
-        ours = {RewardTrainer: HybridRewardTrainer, KTOTrainer: HybridKTOTrainer}.get(trainer_class)
+        ours = {
+            RewardTrainer: HybridRewardTrainer, KTOTrainer: HybridKTOTrainer, ORPOTrainer: HybridORPOTrainer,
+            CPOTrainer: HybridCPOTrainer,
+        }.get(trainer_class)  # fmt: skip
         made = ours or type(f"Hybrid{name}", (HybridTrainerMixin, trainer_class), {})
     beside = {other: model(seed=1) for other in others if peft_config is None or other == "teacher_model"}
     trainer = made(
