@@ -166,6 +166,13 @@ def test_a_model_of_text_says_how_to_do_without(folder, cli):
     assert "`--columns ignored=image` reads the rows without them" in " ".join(told.split())
 
 
+def test_a_length_that_cuts_through_an_image_is_said_before_training(folder, saved, refused):
+    write(folder / "rows.jsonl", {"image": "0.png", "messages": [user("w1"), *ANSWER]})
+    words = ["--output_dir", "out", "--max_length", "7", "--eval_share", "0", "--report_to", "none", "--use_cpu"]
+    said = refused("sft", "--model", str(saved), "--dataset", "rows.jsonl", *words)
+    assert "`max_length=7` cuts through an image: in row 0 of `train_dataset` images end with token" in said
+
+
 RUNS = {
     "sft": ({"image": "{}.png", "conversations": TALK}, ["--learning_rate", "0.01"]),
     "dpo": ({"image": "{}.png", "prompt": "w1", "chosen": "w2", "rejected": "w3"}, ["--peft", "lora"]),

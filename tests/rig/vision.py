@@ -133,6 +133,12 @@ def _llava(name, sizes, **model):
     }  # fmt: skip
 
 
+GEMMA4 = {
+    "processor": (Gemma4Processor, {}), "tower": "vision_tower", "text": {**SLIDING, **PER_LAYER}, "type": "gemma4",
+    "pictures": ("Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
+    "vision": {**TOWER, **PATCHES},
+    "model": {"boi_token_id": "<boi>", "eoi_token_id": "<eoi>", "audio_token_id": 2, "audio_config": None},
+}  # fmt: skip
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 KINDS = {
     "qwen2_vl": _qwen(Qwen2Processor, QWEN2, rope=ROPE),
@@ -148,19 +154,18 @@ KINDS = {
         "pictures": ("Gemma3ImageProcessorPil", {"size": SQUARE}), "text": SLIDING, "vision": SIGLIP,
         "model": {"mm_tokens_per_image": 4, "boi_token_index": "<boi>", "eoi_token_index": "<eoi>"},
     },
-    "gemma4": {
-        "processor": (Gemma4Processor, {}), "tower": "vision_tower", "text": {**SLIDING, **PER_LAYER},
-        "pictures": ("Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
-        "vision": {**TOWER, **PATCHES},
-        "model": {"boi_token_id": "<boi>", "eoi_token_id": "<eoi>", "audio_token_id": 2, "audio_config": None},
-    },
+    "gemma4": GEMMA4,
+    "gemma4_small": {**GEMMA4, "text": {**GEMMA4["text"], "use_bidirectional_attention": None}},
     "paligemma": {
         "processor": (PrefixProcessor, {}), "tower": "vision_tower",
         "pictures": ("SiglipImageProcessorPil", {"size": SQUARE, "image_seq_length": 16}),
         "text": {"model_type": "gemma"}, "vision": SIGLIP, "model": {"projection_dim": 32, "hidden_size": 32},
     },
 }  # fmt: skip
-"""Of each kind: its processor, which prepares pictures how, a picture's place in text, sizes, the encoder's name."""
+"""
+Of each kind: its processor, which prepares pictures how, a picture's place in text, sizes, the encoder's name, and the
+type of its config if that is another name.
+"""
 SEVERAL = [name for name in KINDS if name != "paligemma"]
 """Those whose rows may have two pictures, or none."""
 
@@ -192,7 +197,7 @@ def config_of(name, processor, **text):
     own = {key: words.convert_tokens_to_ids(v) if isinstance(v, str) else v for key, v in kind.get("model", {}).items()}
     ids = {f"{token}_id": words.convert_tokens_to_ids(PICTURE[token]) for token in list(PICTURE)[:4]}
     return AutoConfig.for_model(
-        name,
+        kind.get("type", name),
         text_config={**TEXT, "vocab_size": len(words), **kind["text"], **text},
         vision_config=kind["vision"],
         **ids,
