@@ -191,6 +191,8 @@ class Images:
         pixels = images["pixel_values"]
         if SIZES in images and pixels.dim() == 5:  # batches with larger ones have more tiles of zeros
             images["pixel_values"] = [tiles[: int(tiles.flatten(1).any(1).sum())] for tiles in pixels]
+        elif SIZES in images and pixels.dim() == 4:
+            images["pixel_values"] = [one[:, :height, :width] for one, (height, width) in zip(pixels, images[SIZES])]
         if (grid := images.get(GRID)) is not None:
             images["pixel_values"] = pixels.split(grid.prod(-1).tolist())
         return [dict(zip(images, parts)) for parts in zip(*images.values())]
@@ -402,9 +404,15 @@ def _in_order(is_image: np.ndarray, given: Mapping[str, Tensor], encoder: Any) -
     if len(of_rows) == count:
         return of_rows
     tiled = pixels.dim() == 5 and SIZES in given and hasattr(encoder, "pack_image_features")
-    counts = _packed(encoder, given) if tiled else []
+    counts = _packed(encoder, given) if tiled else _by_area(given[SIZES], sum(of_rows)) if SIZES in given else []
     whole = np.isin(np.cumsum(of_rows), np.cumsum(counts)).all() and sum(counts) == sum(of_rows)
     return counts if whole else None
+
+
+def _by_area(sizes: Tensor, total: int) -> list[int]:
+    """Divide tokens among images as their areas are, where that is even (Pixtral, which ends lines with a token)."""
+    areas = sizes.prod(-1)
+    return [] if (areas * total % areas.sum()).any() else (areas * total // areas.sum()).tolist()
 
 
 def _packed(encoder: Any, given: Mapping[str, Tensor]) -> list[int]:

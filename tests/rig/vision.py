@@ -56,7 +56,7 @@ TOWER = {
 PATCHES = {
     "head_dim": 8, "num_key_value_heads": 2, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 280,
 }  # fmt: skip
-SQUARE = {"height": 24, "width": 24}
+SQUARE, EIGHT = {"height": 24, "width": 24}, {"height": 8, "width": 8}
 CROP = {"size": {"shortest_edge": 24}, "crop_size": SQUARE}
 GRIDS = [[24, 48], [48, 24], [48, 48]]
 
@@ -89,6 +89,14 @@ class Gemma4Processor(NoVideos, transformers.Gemma4Processor):
             "",
         )
         transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+class LinesProcessor(transformers.LlavaProcessor):
+    """Writes a token behind each line of a picture, as Pixtral's, which needs torchvision."""
+
+    def replace_image_token(self, image_inputs, image_idx, **kwargs):
+        lines, width = (int(size) // self.patch_size for size in image_inputs["image_sizes"][image_idx])
+        return TILES[2].join([self.image_token * width] * lines) + TILES[3]
 
 
 class PrefixProcessor(transformers.PaliGemmaProcessor):
@@ -149,6 +157,12 @@ KINDS = {
     "smolvlm": _tiles("SmolVLMImage"),
     "llava": _llava("Llava", CROP, image_seq_length=16),
     "llava_next": _llava("LlavaNext", {**CROP, "image_grid_pinpoints": GRIDS}, image_grid_pinpoints=GRIDS),
+    "mistral3": {
+        "processor": (LinesProcessor, {"patch_size": 8}), "tower": "vision_tower", "text": {"model_type": "mistral"},
+        "pictures": ("PixtralImageProcessorPil", {"size": {"longest_edge": 40}, "patch_size": EIGHT}),
+        "vision": {**TOWER, "model_type": "pixtral", "image_size": 40, "patch_size": 4, "head_dim": 8},
+        "model": {"spatial_merge_size": 2, "vision_feature_layer": -1},
+    },
     "gemma3": {
         "processor": (transformers.Gemma3Processor, {"image_seq_length": 4}), "place": "<boi>", "tower": "vision_tower",
         "pictures": ("Gemma3ImageProcessorPil", {"size": SQUARE}), "text": SLIDING, "vision": SIGLIP,
@@ -222,6 +236,14 @@ def vision_model(name, seed=0, **text):
 def tower_of(name, model):
     """The image encoder of such a model."""
     return model.get_submodule(f"model.{KINDS[name]['tower']}")
+
+
+def pictures_in(pixels, counts, given):
+    """The pictures, or tiles, that an encoder gets, without what pads them to the largest."""
+    whole = [(pixels.shape[-2], pixels.shape[-1])] * len(counts)
+    return [
+        one[..., :height, :width] for one, (height, width) in zip(pixels.split(counts), given.get("image_sizes", whole))
+    ]
 
 
 # Rows.

@@ -114,7 +114,9 @@ class Watch(TrainerCallback):
         pixels, grid = args[0] if args else kwargs["pixel_values"], kwargs.get("grid_thw")
         sizes = [1] * len(pixels) if grid is None else grid.prod(-1).tolist()
         steps = self.learned if self.always or torch.is_grad_enabled() else self.read
-        steps[-1] += [picture.numpy().tobytes() for picture in pixels.detach().float().split(sizes)]
+        steps[-1] += [
+            picture.numpy().tobytes() for picture in vision.pictures_in(pixels.detach().float(), sizes, kwargs)
+        ]
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.learned.append([])

@@ -42,7 +42,7 @@ class Encoded(TrainerCallback):
     def encode(self, tower, args, kwargs):
         pixels, grid = args[0] if args else kwargs["pixel_values"], kwargs.get("grid_thw")
         sizes = [1] * len(pixels) if grid is None else grid.prod(-1).tolist()
-        self.passes[-1] += [image.numpy().tobytes() for image in pixels.detach().split(sizes)]
+        self.passes[-1] += [image.numpy().tobytes() for image in vision.pictures_in(pixels.detach(), sizes, kwargs)]
 
     def on_step_end(self, args, state, control, **kwargs):
         self.compared = self.compared or len(self.passes)  # the first step compares rows with padded ones
