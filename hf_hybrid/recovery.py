@@ -207,7 +207,7 @@ def split_batch(
 
 def _with_their_images(batch: Mapping[str, Any], most: int, blocks: int, model: nn.Module) -> list[dict] | None:
     """Return the parts of a batch with images; `None` of another one, and where each sequence has one image."""
-    from hf_hybrid.rows.images import NAMES, Images, encoder_of
+    from hf_hybrid.rows.images import NAMES, SEES, Images, encoder_of
     from hf_hybrid.rows.tree import Batch
 
     encoder = encoder_of(base_model(model))
@@ -215,7 +215,7 @@ def _with_their_images(batch: Mapping[str, Any], most: int, blocks: int, model: 
         return None
     ids, images = batch["input_ids"], Images()
     mask = batch.get("attention_mask", torch.ones_like(ids))
-    coded = images.coded(encoder, batch, Batch(ids.cpu(), mask.cpu(), ids))
+    coded = images.coded(encoder, batch, Batch(ids.cpu(), mask.cpu(), ids), causal=SEES in batch)
     if isinstance(coded, str):
         if len(batch["pixel_values"]) == len(ids) and (ids == encoder.config.image_token_id).any(1).all():
             return None

@@ -18,6 +18,9 @@ gradient, whose distance from TRL's is given in standard errors of that distance
 a gradient of a loss that nobody knows are computed as they are, and not counted. Attention, kernels, 4 bits, optimizers
 and sharding are not those of the recipes.
 
+A recipe with images is a use of its own (`sft with images`): a tiny Qwen2-VL, on rows of which eight share an image
+behind the same 24 words.
+
 Axolotl's energy-based fine-tuning (`ebft`) is GRPO with a reward from hidden states, so it runs here as TRL's GRPO with
 such a reward; its strided mode is another (`ebft strided`). TRL has dropped some trainers. They run with the last TRL
 that has them, beside all else as it is:
@@ -39,6 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from rig import vision
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cosine_similarity
 from transformers import (
@@ -56,6 +60,7 @@ from hf_hybrid import HybridTrainerMixin
 
 FOLDER = Path(__file__).parent
 WORDS, DRAWS, MOST = 200, 100, 1e-5
+WITH_IMAGES = " with images"
 
 
 class Combination(NamedTuple):
@@ -72,8 +77,8 @@ class Combination(NamedTuple):
     def of(cls, recipe: dict[str, Any]) -> Combination:
         adapters = recipe["adapter"] not in ("none", "full", "freeze")
         return cls(
-            recipe["use"], adapters, recipe["dropout"] * adapters, recipe["packed"], recipe["recompute"],
-            recipe["compile"],
+            recipe["use"] + WITH_IMAGES * recipe["images"], adapters, recipe["dropout"] * adapters, recipe["packed"],
+            recipe["recompute"], recipe["compile"],
         )  # fmt: skip
 
 
@@ -93,6 +98,9 @@ def text(count: int, seed: int) -> str:
 
 def rows(use: str) -> Dataset:
     """Rows of the form that a use has, which begin alike."""
+    if (plain := use.removesuffix(WITH_IMAGES)) != use:
+        of_use = {"sft": vision.sft_rows, "dpo": vision.pairs}.get(plain, vision.prompts)
+        return of_use(32, each=8, several=plain in ("sft", "dpo"), system=24)
     prompts = [f"{text(48, 0)} {text(4, 100 + number)}" for number in range(32)]
     answers = [" " + text(6 + 3 * (number % 5), number) for number in range(64)]
     pairs = list(zip(prompts, answers, answers[32:]))
@@ -115,7 +123,7 @@ def rows(use: str) -> Dataset:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(completion) % 3) for completion in completions]
+    return [float(len(str(completion)) % 3) for completion in completions]
 
 
 class FeatureMatching:
@@ -164,14 +172,18 @@ USES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "prm": ("trl.experimental.prm", "PRM", {"step_separator": " w3"}),
     "xpo": ("trl.experimental.xpo", "XPO", {"max_new_tokens": 6}),
 }
+OF_IMAGES = {"sft": {"max_length": None}, "dpo": {"max_length": None}, "grpo": {}, "rloo": {}, "onlinedpo": {}}
+USES |= {use + WITH_IMAGES: (*USES[use][:2], {**USES[use][2], **more}) for use, more in OF_IMAGES.items()}
 """Module, trainer and options of a use."""
 NOT_RUN = {
     "ebft strided": "many short completions stand in one row, under a mask of four dimensions",
     "ppo": "TRL's had a loop of its own, without `training_step`, and made its optimizer before the trainer was there",
 }
 """Uses that do not run here, and why not."""
-WITH_REWARDS = ("grpo", "gdpo", "ebft", "rloo", "onlinedpo", "nashmd", "xpo")
-WITH_DROPOUT = ("sft", "pretrain", "distillation", "grpo", "gdpo", "ebft", "rloo")
+_REWARDED = ("grpo", "gdpo", "ebft", "rloo", "onlinedpo", "nashmd", "xpo")
+WITH_REWARDS = (*_REWARDED, *(use + WITH_IMAGES for use in _REWARDED))
+_DRAWING = ("sft", "pretrain", "distillation", "grpo", "gdpo", "ebft", "rloo")
+WITH_DROPOUT = (*_DRAWING, *(use + WITH_IMAGES for use in _DRAWING))
 """TRL turns it off for preferences, rewards and GKD."""
 KINDS = {"reward": LlamaForSequenceClassification, "prm": LlamaForTokenClassification}
 TASKS = {"reward": "SEQ_CLS", "prm": "TOKEN_CLS"}
@@ -201,10 +213,10 @@ def train(combination: Combination, ours: bool, folder: str, *, draws: bool) -> 
             f"Hybrid{name}Trainer", (HybridTrainerMixin, trainer_class), {}
         )
         config_class = getattr(hf_hybrid, f"Hybrid{name}Config", config_class)
-    packs = combination.packed and use in ("sft", "pretrain")
+    packs, rate = combination.packed and use in ("sft", "pretrain"), 0.1 if use.endswith(WITH_IMAGES) else 1.0
     options = {
         "per_device_train_batch_size": 1 if packs else 4, "gradient_accumulation_steps": 2, "optim": "sgd",
-        "max_steps": DRAWS if draws else 3, "learning_rate": 0.0 if draws else 1.0, "max_grad_norm": 0.0,
+        "max_steps": DRAWS if draws else 3, "learning_rate": 0.0 if draws else rate, "max_grad_norm": 0.0,
         "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
         "logging_strategy": "no", "torch_compile": combination.compiled, **({"packing": True} if packs else {}), **more,
     }  # fmt: skip
@@ -212,13 +224,15 @@ def train(combination: Combination, ours: bool, folder: str, *, draws: bool) -> 
         options["gradient_checkpointing"] = True
     fields = {field.name for field in dataclasses.fields(config_class)}
     torch.manual_seed(0)
-    model = tiny(KINDS.get(use, LlamaForCausalLM))
+    model, processing = tiny(KINDS.get(use, LlamaForCausalLM)), tokenizer()
+    if use.endswith(WITH_IMAGES):
+        model, processing = vision.vision_model("qwen2_vl")
     adapters = LoraConfig(
         r=4, lora_dropout=combination.dropout, init_lora_weights=False, task_type=TASKS.get(use, "CAUSAL_LM"),
         target_modules=["q_proj", "v_proj"] if use == "prm" else "all-linear",
     )  # fmt: skip
     beside: dict[str, Any] = {"peft_config": adapters if combination.adapters else None}
-    if use in ("dpo", "kto", "bco", "nashmd", "xpo"):
+    if use in ("dpo", f"dpo{WITH_IMAGES}", "kto", "bco", "nashmd", "xpo"):
         beside["ref_model"] = None if combination.adapters else copy.deepcopy(model)
     if use in ("distillation", "gkd"):
         beside["teacher_model"] = tiny(LlamaForCausalLM, initializer_range=0.3)
@@ -237,7 +251,7 @@ def train(combination: Combination, ours: bool, folder: str, *, draws: bool) -> 
         model=model,
         args=config_class(folder, **{name: value for name, value in options.items() if name in fields}),
         train_dataset=given,
-        processing_class=tokenizer(),
+        processing_class=processing,
         callbacks=[callback],
         **beside,
     )
@@ -286,7 +300,7 @@ def is_shared(run: dict[str, Any]) -> bool:
 def report(results: Results) -> None:
     """Print each combination with the number of its recipes, and how many of all share."""
     recipes = list(lines(FOLDER / "recipes.jsonl"))
-    counts, shared = Counter(Combination.of(r) for r in recipes if not r["images"]), set()
+    counts, shared = Counter(map(Combination.of, recipes)), set()
     print("| recipes | use | adapters | dropout | packed | recomputed | compiled | shared | apart | why not |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for combination, count in counts.most_common():
@@ -301,7 +315,7 @@ def report(results: Results) -> None:
         print(f"| {count} | {' | '.join(settings)} | {part:.0%} | {apart} | {run['plain_rows_because'] or ''} |")
     of_all, on = Counter(r["source"] for r in recipes), Counter()
     for recipe in recipes:
-        on[recipe["source"]] += not recipe["images"] and Combination.of(recipe) in shared
+        on[recipe["source"]] += Combination.of(recipe) in shared
     print(f"\n{on.total()} of {len(recipes)} recipes share: ", end="")
     print(", ".join(f"{source} {on[source]} of {count}" for source, count in of_all.items()))
 
@@ -317,7 +331,7 @@ def main() -> None:
         return report(results)
     recipes = lines(FOLDER / "recipes.jsonl")
     there = {use for use in args.use if importlib.util.find_spec(USES[use][0])}  # not all are in each TRL
-    for combination in sorted({Combination.of(recipe) for recipe in recipes if not recipe["images"]}):
+    for combination in sorted(set(map(Combination.of, recipes))):
         if combination.use in there:
             found = results.add({**provenance(1), **combination._asdict(), **measure(combination)})
             print(

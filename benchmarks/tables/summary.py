@@ -97,8 +97,8 @@ def readme() -> str:
         [
             "a Qwen2-VL of 96M random weights, 4 questions an image",
             "[SFT with images](docs/sft.md#images)",
-            f"{times(images['sft'])} times fewer CPU seconds than TRL, {times(images['dpo'])} for pairs; the update is "
-            "the same",
+            f"{times(images['sft'])} times fewer CPU seconds than TRL, {times(images['dpo'])} for pairs, "
+            f"{times(images['grpo'])} for GRPO's update; the update is the same",
         ],
         [
             "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage",
@@ -179,9 +179,9 @@ def results_() -> str:
             "[images](sft.md#images)",
             "`rows/`, `trl/`",
             "an image once in a window, and what follows it as text",
-            f"{times(images['sft'], 2)} (4 questions an image), {times(images['dpo'], 2)} (a pair) and "
-            f"{times(images['prefill'], 2)} times (prefill of 8 completions) fewer CPU seconds than TRL; images that "
-            f"no rows share: {times(images['sft apart'], 2)}",
+            f"{times(images['sft'], 2)} (4 questions an image), {times(images['dpo'], 2)} (a pair), "
+            f"{times(images['grpo'], 2)} (GRPO's update, 8 completions) and {times(images['prefill'], 2)} times (their "
+            f"prefill) fewer CPU seconds than TRL; images that no rows share: {times(images['sft apart'], 2)}",
             "as SFT; the pixels of a batch are hashed on the host",
             "a Qwen2-VL of 96M random weights, 256 tokens an image, one step a round, three rounds of SFT and one of "
             "the others, one busy CPU thread",

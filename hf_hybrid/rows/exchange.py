@@ -636,6 +636,8 @@ class Exchange(Part):
             return reason_not_rows(inputs, {*_OPTIONS, *facts.of_images}) or self.reason_not_trees(facts, **own)
         if asked := [name for name in _ASKED if inputs.get(name)]:
             return f"the loss reads more of the model (`{asked[0]}`)"
+        if inputs.get("input_ids") is None and self.facts_of(model).encoder is not None:
+            return "the loss is not known to read labels, and where a model encodes images its decoder gets no tokens"
         tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim()}
         return reason_not_rows(tensors, needs=("input_ids",)) or self.facts_of(model).reason
 

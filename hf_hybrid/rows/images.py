@@ -42,10 +42,10 @@ from hf_hybrid.rows.tree import WORD, Batch, Row, Tree
 
 FIRST = 1 << 31
 """Code of the tokens of the first image."""
-GRID, SIZES, MASK = "image_grid_thw", "image_sizes", "pixel_attention_mask"
+GRID, SIZES, MASK, PLACES = "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids"
 TYPES, SEES = "mm_token_type_ids", "token_type_ids"
 """Arguments that tell tokens of images from others, 1 and 0; the second one where they see each other."""
-NAMES = ("pixel_values", GRID, SIZES, MASK, TYPES, SEES)
+NAMES = ("pixel_values", GRID, SIZES, MASK, PLACES, TYPES, SEES)
 """Arguments of a model that [`Images`] can read."""
 
 
@@ -81,6 +81,11 @@ def encoder_of(base: Any) -> Any:
 def has_images(row: Row) -> bool:
     """Whether tokens of a row are of images: the first byte of their codes is above 127."""
     return max(row.ids[:: WORD.itemsize], default=0) >= FIRST >> 24
+
+
+def looks_behind(base: Any) -> bool:
+    """Whether tokens of an image see those behind them in some layers (Gemma 4)."""
+    return bool(getattr(base.config.get_text_config(), "use_bidirectional_attention", None))
 
 
 def patches_of(encoder: Any) -> int:
@@ -144,10 +149,11 @@ class Images:
 
     # Of a batch.
 
-    def coded(self, encoder: Any, inputs: Mapping[str, Any], batch: Batch) -> Batch | str:
+    def coded(self, encoder: Any, inputs: Mapping[str, Any], batch: Batch, causal: bool = True) -> Batch | str:
         """
         Return a batch on the host with codes in place of image tokens, and its positions, or why it cannot be read.
-        `inputs` are what the model gets of it, and `encoder` is its [`encoder_of`].
+        `inputs` are what the model gets of it, and `encoder` is its [`encoder_of`]. `causal`: not if tokens see what
+        stands behind them.
         """
         if not any(inputs.get(name) is not None for name in NAMES):
             return batch
@@ -156,13 +162,15 @@ class Images:
         self.token = encoder.config.image_token_id
         is_image = (batch.ids == self.token) & (batch.mask != 0)
         self._has |= given.keys() & {TYPES, SEES}
-        if SEES in given and (given[SEES] * batch.mask).any():
+        if causal and SEES in given and (given[SEES] * batch.mask).any():
             return f"`{SEES}` of a batch let tokens see what stands behind them"
+        if causal and looks_behind(encoder) and is_image.any():
+            return "tokens of an image see what stands behind them (`use_bidirectional_attention`)"
         if TYPES in given and not torch.equal(given[TYPES] * batch.mask, is_image.long()):
             return f"`{TYPES}` of a batch tell of more than images"
         codes = batch.ids
         if "pixel_values" in given:
-            counts = _in_order(is_image.numpy(), given)
+            counts = _in_order(is_image.numpy(), given, encoder)
             if counts is None:
                 return "a batch does not tell which tokens are of which image"
             each = (self._each(tensors, is_image) for tensors in (given, there))
@@ -183,6 +191,8 @@ class Images:
         pixels = images["pixel_values"]
         if SIZES in images and pixels.dim() == 5:  # batches with larger ones have more tiles of zeros
             images["pixel_values"] = [tiles[: int(tiles.flatten(1).any(1).sum())] for tiles in pixels]
+        elif SIZES in images and pixels.dim() == 4:
+            images["pixel_values"] = [one[:, :height, :width] for one, (height, width) in zip(pixels, images[SIZES])]
         if (grid := images.get(GRID)) is not None:
             images["pixel_values"] = pixels.split(grid.prod(-1).tolist())
         return [dict(zip(images, parts)) for parts in zip(*images.values())]
@@ -382,8 +392,8 @@ def _runs(is_image: np.ndarray) -> list[np.ndarray]:
     return [np.flatnonzero(row == -1) - np.flatnonzero(row == 1) for row in edges]
 
 
-def _in_order(is_image: np.ndarray, given: Mapping[str, Tensor]) -> list[int] | None:
-    """Return the number of tokens of each image of a batch, in order; `None` if a batch does not tell."""
+def _in_order(is_image: np.ndarray, given: Mapping[str, Tensor], encoder: Any) -> list[int] | None:
+    """Return the number of tokens of each image of a batch, in order; `None` if neither batch nor model tell."""
     runs, pixels = _runs(is_image), given["pixel_values"]
     if _stands_by_row(given):
         return np.concatenate(runs).tolist() if max(map(len, runs)) <= pixels.shape[1] else None
@@ -396,7 +406,28 @@ def _in_order(is_image: np.ndarray, given: Mapping[str, Tensor]) -> list[int] | 
     size = sum(of_rows) // max(count, 1)
     if alike and size and not any(tokens % size for tokens in of_rows) and sum(of_rows) == size * count:
         return [size] * count
-    return of_rows if len(of_rows) == count else None
+    if len(of_rows) == count:
+        return of_rows
+    tiled = pixels.dim() == 5 and SIZES in given and hasattr(encoder, "pack_image_features")
+    counts = _packed(encoder, given) if tiled else _by_area(given[SIZES], sum(of_rows)) if SIZES in given else []
+    whole = np.isin(np.cumsum(of_rows), np.cumsum(counts)).all() and sum(counts) == sum(of_rows)
+    return counts if whole else None
+
+
+def _by_area(sizes: Tensor, total: int) -> list[int]:
+    """Divide tokens among images as their areas are, where that is even (Pixtral, which ends lines with a token)."""
+    areas = sizes.prod(-1)
+    return [] if (areas * total % areas.sum()).any() else (areas * total // areas.sum()).tolist()
+
+
+def _packed(encoder: Any, given: Mapping[str, Tensor]) -> list[int]:
+    """Return how many features a model makes of the tiles of each image, as it does itself, of features of width 1."""
+    vision, known = encoder.config.vision_config, inspect.signature(encoder.pack_image_features).parameters
+    of_tile, newline = (vision.image_size // vision.patch_size) ** 2, torch.ones(1)
+    tiles = given["pixel_values"].flatten(2).any(2).sum(1).tolist()
+    features, name = [torch.ones(count, of_tile, 1) for count in tiles], "vision_feature_select_strategy"
+    named = {name: getattr(encoder.config, name)} if name in known else {}
+    return encoder.pack_image_features(features, given[SIZES], image_newline=newline, **named)[1].tolist()
 
 
 def _positions(encoder: Any, batch: Batch, given: Mapping[str, Tensor]) -> Tensor | None:

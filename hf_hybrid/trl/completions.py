@@ -57,7 +57,7 @@ from hf_hybrid.rows.attention import ARGUMENT, Layout, attention, no_mask, tree_
 from hf_hybrid.rows.comparison import FEW, TOLERANCES, apart
 from hf_hybrid.rows.exchange import with_states
 from hf_hybrid.rows.facts import ModelFacts
-from hf_hybrid.rows.images import SEES, TYPES, RowImages, encoder_of, standing_in
+from hf_hybrid.rows.images import SEES, TYPES, RowImages, encoder_of, looks_behind, standing_in
 from hf_hybrid.rows.router_loss import OPTION
 from hf_hybrid.rows.tree import WORD, Batch, Row, Tree, on_device
 from hf_hybrid.run.run import as_before
@@ -275,7 +275,7 @@ def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
     model, prompts = generation.model, generation.prompts
     if generation.inputs.get("position_ids") is None:
         return "the model is not told positions, and may count padding"
-    if SEES in generation.inputs:
+    if SEES in generation.inputs or (generation.batch is not None and looks_behind(model)):
         return "tokens of images may see what stands behind them"
     if facts.reason is not None or facts.with_state:
         return facts.reason or "a state runs along the row, and completions go on from that of each prompt"

@@ -69,7 +69,7 @@ from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import drop_tensors_of, is_out_of_memory
 from hf_hybrid.rows.facts import ModelFacts
-from hf_hybrid.rows.images import MASK, NAMES, SEES, SIZES, Images, encoder_of
+from hf_hybrid.rows.images import MASK, NAMES, PLACES, SIZES, Images, encoder_of
 from hf_hybrid.rows.tree import Batch
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates, Run
@@ -105,7 +105,7 @@ ROWWISE = frozenset({
 """Logits processors that compute a row from this row alone. [`RowwiseProcessors`] tells one of them of its rows."""
 KNOWN = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 """What `generate` may give the model beside tokens."""
-PIXELS = {"pixel_values", SIZES, MASK}
+PIXELS = {"pixel_values", SIZES, MASK, PLACES}
 """What of images `generate` needs for nothing but to encode them."""
 KINDS_OF_LAYERS = (
     DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
@@ -276,7 +276,7 @@ class Decoding(Part):
                 return plain(*args, **kwargs)
             if self.fallbacks.failed:
                 return plain(**kwargs)
-            images = {**kwargs, SEES: None} if "pixel_values" in kwargs else None
+            images = kwargs if "pixel_values" in kwargs else None
             loop, given = functools.partial(self._decode, prompts, counts, images), dict(kwargs)
             for name in PIXELS:  # `generate` would encode those of each row
                 given.pop(name, None)
@@ -321,7 +321,7 @@ class Decoding(Part):
             if images:
                 if (encoder := encoder_of(base_model(model))) is None:
                     raise PlainRolloutsError("the model does not tell where it takes images")
-                coded = Images().coded(encoder, images, coded)
+                coded = Images().coded(encoder, images, coded, causal=False)
                 model_inputs.pop("mm_encoder_outputs", None)  # none: `generate` was given no pixels
             if isinstance(coded, str):
                 raise PlainRolloutsError(coded)

@@ -15,7 +15,7 @@ from hf_hybrid.compat import trl_error
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.tree import Rows
 from hf_hybrid.trainer import HybridTrainerMixin
-from hf_hybrid.trl.sft_dpo import TRLConfigBase, config_for, options_of_rows, rows_of_pairs
+from hf_hybrid.trl.sft_dpo import TRLConfigBase, check_images, config_for, options_of_rows, rows_of_pairs
 
 try:
     from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
@@ -41,6 +41,14 @@ class HybridRewardTrainer(HybridTrainerMixin, RewardTrainer):  # ty: ignore[inco
 
     blocks_of_rows = 2  # a pair is two rows of a batch, if memory runs out
 
+    def _prepare_dataset(self, dataset, *args, **kwargs):
+        for name in {"image", "images"}.intersection(dataset.column_names or next(iter(dataset))):
+            raise ValueError(
+                f"The data have images in `{name}`, and TRL's reward trainer reads text alone. Remove the column to "
+                "train without them."
+            )
+        return super()._prepare_dataset(dataset, *args, **kwargs)
+
 
 class JudgedRows(Exchange):
     """Shares the rows of judged answers."""
@@ -65,6 +73,7 @@ class HybridKTOTrainer(HybridTrainerMixin, KTOTrainer):  # ty: ignore[incompatib
         args = config_for(args, model, HybridKTOConfig, "KTO")
         self.rows = JudgedRows(*options_of_rows(args), compiles=args.torch_compile)
         super().__init__(model, ref_model, args, *positional, **kwargs)
+        check_images(self)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         with self.rows.on(self.model, self.ref_model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Step
 from hf_hybrid.plan.of_trainer import checkpointing
 from hf_hybrid.recovery import sequences_in, split_batch
+from hf_hybrid.rows.images import encoder_of
 from hf_hybrid.rows.merging import MergedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 from hf_hybrid.rows.windows import quiet_metrics
@@ -289,6 +291,7 @@ class TRLTrainerMixin(HybridTrainerMixin):
     def __init__(self, *args, probe_dataset=None, **kwargs):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
         self._chunked_loss = _HeadOfTRL()
+        check_images(self)
         if self.has_phases and self._is_vision_dataset:
             reason = "`train_dataset` holds images, and leaps are verified on text alone."
             leave_out_leaps(self, LeapObstacleError(reason, "Train on text, or leave `direction` out."))
@@ -321,6 +324,30 @@ def config_for(args: Any, model: Any, kind: type, method: str) -> Any:
             "every option of `HybridConfig` is there as well."
         )
     return args
+
+
+LOOKED_AT = 16
+"""Rows with images, spread over a data set, whose lengths are asked for."""
+
+
+def check_images(trainer: Any) -> None:
+    """Refuse a `max_length` that cuts through an image of some rows: TRL would end in the step that reaches one."""
+    collator, encoder = copy.copy(trainer.data_collator), encoder_of(trainer.model)
+    if encoder is None or (most := getattr(collator, "max_length", None)) is None or not trainer._is_vision_dataset:
+        return
+    collator.max_length = None
+    for name in ("train_dataset", "eval_dataset"):
+        data = getattr(trainer, name)
+        if not hasattr(data, "__getitem__") or isinstance(data, dict):
+            continue
+        for number in range(0, len(data), max(len(data) // LOOKED_AT, 1)):
+            ids = collator([dict(data[number])])["input_ids"]
+            end = int(((ids == encoder.config.image_token_id) * torch.arange(1, ids.shape[1] + 1)).max())
+            if end > most:
+                raise ValueError(
+                    f"`max_length={most}` cuts through an image: in row {number} of `{name}` images end with token "
+                    f"{end:,}. Raise it, or cut no row with `max_length=None`."
+                )
 
 
 # Trainers. Each ignores one rule: TRL's `create_model_card` takes other arguments than `Trainer`'s, as ours does.

@@ -57,7 +57,7 @@ TOWER = {
 PATCHES = {
     "head_dim": 8, "num_key_value_heads": 2, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 280,
 }  # fmt: skip
-SQUARE = {"height": 24, "width": 24}
+SQUARE, EIGHT = {"height": 24, "width": 24}, {"height": 8, "width": 8}
 CROP = {"size": {"shortest_edge": 24}, "crop_size": SQUARE}
 GRIDS = [[24, 48], [48, 24], [48, 48]]
 
@@ -96,6 +96,14 @@ class Gemma4Processor(NoVideos, _Gemma4 or transformers.ProcessorMixin):
             "",
         )
         transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+class LinesProcessor(transformers.LlavaProcessor):
+    """Writes a token behind each line of a picture, as Pixtral's, which needs torchvision."""
+
+    def replace_image_token(self, image_inputs, image_idx, **kwargs):
+        lines, width = (int(size) // self.patch_size for size in image_inputs["image_sizes"][image_idx])
+        return TILES[2].join([self.image_token * width] * lines) + TILES[3]
 
 
 class PrefixProcessor(transformers.PaliGemmaProcessor):
@@ -140,6 +148,12 @@ def _llava(name, sizes, **model):
     }  # fmt: skip
 
 
+GEMMA4 = {
+    "processor": (Gemma4Processor, {}), "tower": "vision_tower", "text": {**SLIDING, **PER_LAYER}, "type": "gemma4",
+    "pictures": ("Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
+    "vision": {**TOWER, **PATCHES},
+    "model": {"boi_token_id": "<boi>", "eoi_token_id": "<eoi>", "audio_token_id": 2, "audio_config": None},
+}  # fmt: skip
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 KINDS = {
     "qwen2_vl": _qwen(Qwen2Processor, QWEN2, rope=ROPE),
@@ -150,24 +164,29 @@ KINDS = {
     "smolvlm": _tiles("SmolVLMImage"),
     "llava": _llava("Llava", CROP, image_seq_length=16),
     "llava_next": _llava("LlavaNext", {**CROP, "image_grid_pinpoints": GRIDS}, image_grid_pinpoints=GRIDS),
+    "mistral3": {
+        "processor": (LinesProcessor, {"patch_size": 8}), "tower": "vision_tower", "text": {"model_type": "mistral"},
+        "pictures": ("PixtralImageProcessorPil", {"size": {"longest_edge": 40}, "patch_size": EIGHT}),
+        "vision": {**TOWER, "model_type": "pixtral", "image_size": 40, "patch_size": 4, "head_dim": 8},
+        "model": {"spatial_merge_size": 2, "vision_feature_layer": -1},
+    },
     "gemma3": {
         "processor": (transformers.Gemma3Processor, {"image_seq_length": 4}), "place": "<boi>", "tower": "vision_tower",
         "pictures": ("Gemma3ImageProcessorPil", {"size": SQUARE}), "text": SLIDING, "vision": SIGLIP,
         "model": {"mm_tokens_per_image": 4, "boi_token_index": "<boi>", "eoi_token_index": "<eoi>"},
     },
-    "gemma4": {
-        "processor": (Gemma4Processor, {}), "tower": "vision_tower", "text": {**SLIDING, **PER_LAYER},
-        "pictures": ("Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
-        "vision": {**TOWER, **PATCHES},
-        "model": {"boi_token_id": "<boi>", "eoi_token_id": "<eoi>", "audio_token_id": 2, "audio_config": None},
-    },
+    "gemma4": GEMMA4,
+    "gemma4_small": {**GEMMA4, "text": {**GEMMA4["text"], "use_bidirectional_attention": None}},
     "paligemma": {
         "processor": (PrefixProcessor, {}), "tower": "vision_tower",
         "pictures": ("SiglipImageProcessorPil", {"size": SQUARE, "image_seq_length": 16}),
         "text": {"model_type": "gemma"}, "vision": SIGLIP, "model": {"projection_dim": 32, "hidden_size": 32},
     },
 }  # fmt: skip
-"""Of each kind: its processor, which prepares pictures how, a picture's place in text, sizes, the encoder's name."""
+"""
+Of each kind: its processor, which prepares pictures how, a picture's place in text, sizes, the encoder's name, and the
+type of its config if that is another name.
+"""
 SEVERAL = [name for name in KINDS if name != "paligemma"]
 """Those whose rows may have two pictures, or none."""
 
@@ -203,7 +222,7 @@ def config_of(name, processor, **text):
     own = {key: words.convert_tokens_to_ids(v) if isinstance(v, str) else v for key, v in kind.get("model", {}).items()}
     ids = {f"{token}_id": words.convert_tokens_to_ids(PICTURE[token]) for token in list(PICTURE)[:4]}
     return AutoConfig.for_model(
-        name,
+        kind.get("type", name),
         text_config={**TEXT, "vocab_size": len(words), **kind["text"], **text},
         vision_config=kind["vision"],
         **ids,
@@ -228,6 +247,14 @@ def vision_model(name, seed=0, **text):
 def tower_of(name, model):
     """The image encoder of such a model."""
     return model.get_submodule(f"model.{KINDS[name]['tower']}")
+
+
+def pictures_in(pixels, counts, given):
+    """The pictures, or tiles, that an encoder gets, without what pads them to the largest."""
+    whole = [(pixels.shape[-2], pixels.shape[-1])] * len(counts)
+    return [
+        one[..., :height, :width] for one, (height, width) in zip(pixels.split(counts), given.get("image_sizes", whole))
+    ]
 
 
 # Rows.

@@ -31,10 +31,6 @@ CLASSES = {
 }
 
 
-SEVERAL = [name for name in vision.SEVERAL if name != "llava_next"]
-"""Those of whose rows with two images it is known which tokens are of which."""
-
-
 class Encoded(TrainerCallback):
     """Images, or tiles of them, that a model encodes: a list for each of its passes, and what is before the first."""
 
@@ -46,7 +42,7 @@ class Encoded(TrainerCallback):
     def encode(self, tower, args, kwargs):
         pixels, grid = args[0] if args else kwargs["pixel_values"], kwargs.get("grid_thw")
         sizes = [1] * len(pixels) if grid is None else grid.prod(-1).tolist()
-        self.passes[-1] += [image.numpy().tobytes() for image in pixels.detach().split(sizes)]
+        self.passes[-1] += [image.numpy().tobytes() for image in vision.pictures_in(pixels.detach(), sizes, kwargs)]
 
     def on_step_end(self, args, state, control, **kwargs):
         self.compared = self.compared or len(self.passes)  # the first step compares rows with padded ones
@@ -66,7 +62,7 @@ def trained(trainer, config, name, folder, change=None, **options):
     """Train; the result has the trainer, the completions of its generations, and images that passes encoded."""
     model, processor = vision.vision_model(name)
     encoded = Encoded(name, model)
-    model, rows = model if change is None else change(model), vision.prompts(several=name in SEVERAL)
+    model, rows = model if change is None else change(model), vision.prompts(several=name in vision.SEVERAL)
     values = {"gradient_accumulation_steps": 4, "max_steps": 3, "optim": "sgd", "learning_rate": 0.05, "bf16": False}
     values |= {"max_grad_norm": 0.0, "num_generations": COPIES, "max_completion_length": 8, "beta": 0.0}
     args = config(**config_values(folder, **{**values, **options}))
@@ -106,7 +102,7 @@ def passes(request):
 def batch_of(name, processor):
     """What TRL gives `generate` for six prompts with copies: two questions each on three images, of two sizes."""
     texts, images = [], []
-    for row in vision.prompts(6, several=name in SEVERAL, system=20):
+    for row in vision.prompts(6, several=name in vision.SEVERAL, system=20):
         parts = [{"type": "image"}] * len(row["images"]) + [{"type": "text", "text": row["prompt"][-1]["content"]}]
         messages = [*row["prompt"][:-1], {"role": "user", "content": parts}]
         texts += [processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)] * COPIES
@@ -115,16 +111,14 @@ def batch_of(name, processor):
     return dict(processor(images=images, text=texts, **options))
 
 
-DECODED = [name for name in vision.KINDS if name != "gemma4"]
-"""Those whose completions are computed here; Gemma 4 gets `image_position_ids`."""
-IN_TREES = [name for name in DECODED if name not in ("qwen3_5", "gemma3", "paligemma")]
+IN_TREES = [name for name in vision.KINDS if name not in ("qwen3_5", "gemma3", "gemma4", "paligemma")]
 QUICK_WAYS = {
     *((name, "sampled") for name in ("qwen2_vl", "qwen3_vl", "qwen3_5", "idefics3", "llava_next", "gemma3")),
     ("paligemma", "sampled"), ("qwen2_5_vl", "greedy"), ("smolvlm", "repetitions"), ("llava", "top p"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, way", mostly_slow([*itertools.product(DECODED, WAYS)], QUICK_WAYS))
+@pytest.mark.parametrize("name, way", mostly_slow([*itertools.product(vision.KINDS, WAYS)], QUICK_WAYS))
 def test_completions_are_those_of_generate(name, way, passes):
     model, processor = vision.vision_model(name)
     inputs, encoded = batch_of(name, processor), Encoded(name, model.eval())
@@ -176,7 +170,7 @@ RUNS = {
     "several steps": {"num_iterations": 2},
     "adapters and a reference": {"change": adapted, "beta": 0.1},
 }
-OF_RUNS = [*itertools.product(DECODED, RUNS)]
+OF_RUNS = [*itertools.product(vision.KINDS, RUNS)]
 QUICK_RUNS = [
     ("qwen3_vl", "grpo"), ("qwen3_5", "several steps"), ("idefics3", "adapters and a reference"), ("gemma3", "grpo"),
     ("paligemma", "grpo"), ("qwen2_5_vl", "rloo"),
@@ -189,7 +183,7 @@ def test_runs_with_images_are_those_of_trl(name, run, tmp_path):
     assert_same(theirs, ours)
     summary = ours.trainer.hybrid_summary()
     assert summary["plain_rollouts_because"] is None and summary["prompt_tokens_shared"] > 0
-    if name not in ("gemma3", "paligemma"):
+    if name not in ("gemma3", "gemma4", "paligemma"):
         assert summary["plain_rows_because"] is None
         passes = ours.encoded.passes[ours.encoded.compared :]
         assert any(passes) and all(len(of_pass) == len(set(of_pass)) for of_pass in passes)
