@@ -261,7 +261,6 @@ class Rollouts(Part):
 
 _OF_LEAPS = {
     *options_of("Phases", "Leaps", "Verification", "Learning rate and optimizer", "Divergence"),
-    *("checkpoint_phases", "weight_precision", "predict_states"),
 }.difference(("enable_predict", "preset", "muon_momentum"))
 _NO_LEAPS = "a leap is verified on batches that training has not reached, and here these are not generated yet"
 

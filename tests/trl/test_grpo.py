@@ -838,7 +838,7 @@ REFUSED = {
     "a gain": ({"leap_gain": 2.0}, "`leap_gain=2.0` does not work"),
     "a preset": ({"preset": "aggressive"}, "`preset=aggressive` does not work"),
     "rescue": ({"auto_lr": "on"}, "`auto_lr=on` does not work"),
-    "phases": ({"predict_states": "host"}, "`predict_states=host` does not work"),
+    "phases": ({"predict_states": "host"}, "`predict_states` follows the phases"),
     "divergence": ({"divergence_threshold": 3.0}, "`divergence_threshold=3.0` does not work"),
     "chunks": ({"chunked_loss": "on"}, "`chunked_loss=on` changes the head of the model"),
     "a word": ({"exact_skips": "on"}, "`exact_skips` must be one of auto, off"),
