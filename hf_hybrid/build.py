@@ -523,7 +523,9 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
         graphs=plan.kept_graphs,
         in_flight=plan.setup.micro_batches_in_flight,
     )
-    window = Window(streamer, plan.setup.accumulation_walk, park=options.offload_activations, evaluated=evaluated)
+    of_router = "The router's loss takes logits out of the layers." if vars(trainer).get("aux_loss_enabled") else None
+    park, walk = options.offload_activations, plan.setup.accumulation_walk
+    window = Window(streamer, walk, park=park, evaluated=evaluated, reason=of_router)
     window.counter = trainer if hasattr(trainer, "_buffered_inputs") else None
     return Streamed(model, streamer, window, plan, host_memory=host_memory)
 

@@ -61,6 +61,8 @@ from hf_hybrid.streaming.units import Unit, as_plain
 
 logger = logging.getLogger(__name__)
 
+COLLECTOR = "output_collector"
+"""The variable of transformers in which hooks inside of layers leave what a pass asks for (router logits)."""
 Cut = tuple[Tensor, Tensor]
 """A tensor that was computed between layers, and the leaf that stands for it in the layers that it enters."""
 
@@ -362,6 +364,9 @@ class LayerWalk:
                     job.cuts[id(value)] = cuts[-1]
                 inputs[place] = job.cuts[id(value)][1]
         context, autocast = contextvars.copy_context(), autocast_now(self.streamer.device)
+        collects = next((value for name, value in context.items() if name.name == COLLECTOR), None)
+        if with_graph and collects:
+            raise CannotWalkError(f"The loss asks the model for `{[*collects][0]}`, taken out of layers by hooks.")
         adapters = self.adapters.now()
         call = _Call(streamer, unit, with_graph, function, inputs, structure, cuts, context, autocast, adapters)
         return job.wait_for(call)
@@ -448,16 +453,22 @@ class Window:
     Trainer asks for one micro-batch after the other. A window that is walked layer by layer computes all of them when
     the first one is asked for, and hands out what it found when the others are.
 
-    `order` is `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so. `park` keeps the
-    activations between layers on the host meanwhile. Whether code of a user stands in the way is asked at each step,
-    and the first window of a run is compared ([`hf_hybrid.streaming.comparison`]).
+    `order` is `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so, or its loss for a
+    `reason`. `park` keeps the activations between layers on the host meanwhile. Whether code of a user stands in the
+    way is asked at each step, and the first window of a run is compared ([`hf_hybrid.streaming.comparison`]).
 
     Raises:
         CannotWalkError: If this model cannot be walked by layer, and `order` is `"layer"`.
     """
 
     def __init__(
-        self, streamer: LayerStreamer, order: str, *, park: bool = False, evaluated: LayerStreamer | None = None
+        self,
+        streamer: LayerStreamer,
+        order: str,
+        *,
+        park: bool = False,
+        evaluated: LayerStreamer | None = None,
+        reason: str | None = None,
     ):
         self.streamer, self.order, self.evaluated = streamer, order, evaluated
         self.parking = HostBuffers(pin=streamer.transfers.beside) if park else None
@@ -477,7 +488,8 @@ class Window:
         self._results: list = []
         self._left = 0
         """Micro-batches that are yet to be computed."""
-        if (reason := reason_not_walked(streamer.model)) is not None and (order != "micro_batch" or park):
+        reason = reason or reason_not_walked(streamer.model)
+        if reason is not None and (order != "micro_batch" or park):
             self._cannot_walk(reason)
 
     def begin(self, inputs: list) -> None:

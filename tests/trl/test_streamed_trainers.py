@@ -1,5 +1,7 @@
 """Every trainer of TRL with streamed layers: the weights of TRL's resident run, to the last bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import assert_same_weights, mostly_slow, weights
@@ -11,6 +13,7 @@ from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from rig.rollouts import TOKENIZER  # noqa: E402
 from rig.rollouts import reward as reward_of_text  # noqa: E402
+from rig.tiny_architectures import build_model  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
@@ -47,6 +50,7 @@ from hf_hybrid import (  # noqa: E402
     HybridRLOOTrainer,
     hybrid_config,
 )
+from hf_hybrid.build import estimator_for  # noqa: E402
 from hf_hybrid.trainer import HybridTrainerMixin  # noqa: E402
 
 LAYERS = 4
@@ -155,10 +159,10 @@ def made(name, folder, streamed, *, peft_config=None, config=None, others=None, 
     )
 
 
-def trained(*args, **options):
+def trained(*args, resume=None, **options):
     trainer = made(*args, **options)
     torch.manual_seed(7)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -240,3 +244,96 @@ def test_adapters_that_are_trained_on_have_a_copy_as_reference(tmp_path):
     assert "ref" in ours.model.peft_config
     check_same(theirs, ours)
     assert ours.model.active_adapter == theirs.model.active_adapter == "default"
+
+
+ARCHITECTURES = (
+    "llama", "qwen3_moe", "qwen3_next", "mixtral", "gemma3_text", "gpt2", "gpt_neox", "phi3", "lfm2", "bamba",
+    "mamba2", "deepseek_v3", "gpt_oss",
+)  # fmt: skip
+TIED = {"gemma3_text", "gpt2", "lfm2"}
+"""Embeddings and head add up their gradients in another order."""
+
+
+@pytest.mark.parametrize("kind", mostly_slow(ARCHITECTURES, ["qwen3_moe", "bamba"]))
+def test_architectures(kind, tmp_path, caplog):
+    """A mixture's loss reads router logits, which hooks take out of layers: its micro-batches are walked one by one."""
+    runs = [
+        trained(
+            "dpo", tmp_path / str(streamed), streamed, policy=build_model(kind), learning_rate=1e-2, max_steps=2,
+            others={"ref_model": build_model(kind, 1)}, per_device_train_batch_size=1,
+        )
+        for streamed in (False, True)
+    ]  # fmt: skip
+    theirs, ours = (weights(trainer.model) for trainer in runs)
+    assert all(torch.allclose(theirs[n], ours[n], rtol=0, atol=2e-5 if kind in TIED else 0) for n in theirs)
+    assert ours.keys() == theirs.keys() and runs[1].memory.statistics()["evaluated"]["loads"] > 0
+    assert runs[1].memory.window.by_layer == ("router" not in caplog.text)
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    options = {"peft_config": lora(), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trained("dpo", tmp_path / "whole", True, **options)
+    options |= {"peft_config": lora(), "resume": str(tmp_path / "whole" / "checkpoint-2")}
+    resumed = trained("dpo", tmp_path / "resumed", True, **options)
+    assert_same_weights(weights(resumed.model), weights(whole.model))
+
+
+@pytest.mark.parametrize("name", ["dpo", "distillation"])
+def test_memory_runs_out_in_the_pass_of_a_model_that_is_evaluated(name, tmp_path):
+    """The window is computed again, in parts: its update is that of the whole micro-batches."""
+    options = {"max_grad_norm": 0.0, "optim": "sgd", "max_steps": 2}
+    theirs, ours = trained(name, tmp_path / "theirs", False, **options), made(name, tmp_path / "ours", True, **options)
+    other, failed = ours.ref_model if name == "dpo" else ours.teacher_model, []
+
+    def fail(layer, args):
+        if len(failed) < 1 and ours.state.global_step == 1:
+            failed.append(1)
+            raise torch.OutOfMemoryError("planted")
+
+    other.model.layers[2].mlp.register_forward_pre_hook(fail)
+    torch.manual_seed(7)
+    ours.train()
+    assert failed and [event["action"] for event in ours.hybrid_summary()["out_of_memory"]]
+    pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
+    assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
+
+
+def budget(trainer, mode):
+    """A budget in GiB that a plan of this kind needs, and hardly more."""
+    estimator, setup = estimator_for(trainer, None)
+    setup = replace(setup, vram=None, evaluated_on_host=mode != "resident", kept_graphs=0)
+    plan = estimator.streamed(setup, 0, False) if mode == "streamed" else estimator.lightest(setup)
+    return 1.001 * plan.peak_device_bytes / 2**30
+
+
+def test_auto_streams_what_has_to_be(tmp_path):
+    """All on the device, then the layers of models that are evaluated on the host, then all layers."""
+    deep = {"config": {"layers": 12}, "per_device_train_batch_size": 1}
+    asked = made("dpo", tmp_path, True, memory="auto", resident_layers=None, **deep)
+    theirs = trained("dpo", tmp_path / "theirs", False, **deep)
+    for mode in ("resident", "evaluated", "streamed"):
+        options = {"memory": "auto", "resident_layers": None, "vram_budget_gib": budget(asked, mode), **deep}
+        ours = trained("dpo", tmp_path / mode, True, share_rows="off", **options)
+        assert ours.memory.streams == (mode == "streamed") and (ours.memory.evaluated is None) == (mode == "resident")
+        assert_same_weights(weights(ours.model), weights(theirs.model))
+        assert mode == "resident" or ours.memory.statistics()["evaluated"]["loads"] > 0
+
+
+def test_what_is_trained_is_not_streamed_as_evaluated(tmp_path):
+    """A second model with an optimizer of the user's, whose loss nobody knows."""
+
+    class Two(HybridTrainerMixin, RewardTrainer):
+        def __init__(self, *args, other, **given):
+            self.other = other
+            super().__init__(*args, **given)
+
+        def compute_loss(self, model, inputs, *args, **given):
+            return super().compute_loss(model, inputs, *args, **given)
+
+    args = hybrid_config(RewardConfig)(str(tmp_path), memory="stream", enable_predict=False, use_cpu=True, bf16=False)
+    rows = Dataset.from_list(PAIRS)
+    for frozen in (False, True):
+        other = judge().requires_grad_(not frozen)
+        trainer = Two(judge(), args, train_dataset=rows, processing_class=TOKENIZER, other=other)
+        assert (trainer.memory.evaluated is None) == (not frozen)
+        assert all(parameter.requires_grad != frozen for parameter in other.parameters())
