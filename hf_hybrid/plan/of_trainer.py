@@ -222,7 +222,13 @@ def evaluated_models(trainer: Any) -> list[torch.nn.Module]:
         for model in found.values()
         if not (hasattr(model, "hf_device_map") or (users and any(p.requires_grad for p in model.parameters())))
         and decoder_layers(model)
+        and not in_eight_bits(model)
     ]
+
+
+def in_eight_bits(model: torch.nn.Module) -> bool:
+    """Whether layers of bitsandbytes keep their weights on the device themselves."""
+    return any(type(module).__name__ == "Linear8bitLt" for module in model.modules())
 
 
 def bytes_evaluated(trainer: Any) -> Evaluated:
@@ -270,7 +276,7 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
             shape_of(model, device_map),
             f"Nearest plan that works: `optim=adamw_torch_fused`; also one of {', '.join(STATES_PER_WEIGHT)}.",
         )
-    if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
+    if in_eight_bits(model):
         raise refuse(
             "The base is quantised by bitsandbytes to int8, whose layers keep their weights on the device.",
             shape_of(model, device_map),

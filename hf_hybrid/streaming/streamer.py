@@ -31,6 +31,7 @@ import contextlib
 import copy
 import functools
 import math
+import time
 from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any, Protocol
 
@@ -557,7 +558,7 @@ class LayerStreamer:
         if unit.pool is None:
             raise RuntimeError(f"`{unit.name}` has no slots: the model is not attached.")
         unit.loaded = unit in unit.pool.held
-        unit.slot = unit.pool.take(unit)
+        unit.slot = unit.pool.take(unit, turns=torch.is_grad_enabled())
         return unit.slot is not None
 
     def release(self, unit: Unit) -> None:
@@ -635,6 +636,23 @@ class LayerStreamer:
         """Wait until the gradients of everything computed so far are on the host."""
         self.end_backward()
         self.transfers.finish_sending()
+
+    def copies_of_a_pass(self) -> tuple[int, float]:
+        """
+        Return the bytes that come in for a pass without gradients which begins anew, as for each token of a completion,
+        and about how many seconds that takes: by the time of a copy of one layer, made now.
+        """
+        held = 0 if not self._pools else max(len(self._pools[0].slots) - self.ahead - 1, 0)
+        coming = [unit.storage.packed for unit in self.travelling[held:] if unit.storage.packed is not None]
+        if len(coming) <= self.ahead + 1:
+            return 0, 0.0
+        for _ in range(2):  # the first one warms up
+            begun = time.perf_counter()
+            self.transfers.fetch(coming[0]).take()
+            self.transfers.finish()
+            seconds = time.perf_counter() - begun
+        total = sum(packed.numel() for packed in coming)
+        return total, seconds * total / coming[0].numel()
 
     # For the optimizer, and for reports.
 

@@ -139,6 +139,14 @@ class Rollouts(Part):
         self.every_row.because = self._settings = None
         self.counts = run.counts
         vars(self).pop("users", None)
+        if trainer.memory.streams and not trainer.use_vllm:
+            size, seconds = trainer.memory.streamer.copies_of_a_pass()
+            tokens = trainer.max_completion_length
+            logger.info(
+                "Each token of completions brings in %.2f GiB of layers, for all rows at once: about %.2g s, estimated "
+                "from a copy of one layer that was timed now. %d tokens take %.0f s, and what computing them takes.",
+                size / 2**30, seconds, tokens, tokens * seconds,
+            )  # fmt: skip
 
     @functools.cached_property
     def users(self) -> dict[tuple[str, ...], str | None]:
