@@ -27,7 +27,7 @@ config = HybridConfig("out", preset="conservative", full_phase_steps=20, learnin
 `HybridConfig` is `transformers.TrainingArguments` plus the options below. It changes no default of the former. `optim`
 takes one more value, `muon`, and `activation_checkpointing` takes `auto`, which recomputes [as few layers as
 fit](memory.md#how-many-layers-are-recomputed). `HybridSFTConfig` and `HybridDPOConfig` add the same options to TRL's
-configs. `HybridGRPOConfig` and `HybridRLOOConfig` refuse those of leaps and of streamed layers
+configs. `HybridGRPOConfig` and `HybridRLOOConfig` refuse those of leaps
 ([GRPO](grpo.md#what-is-refused)). `python docs/generate_configuration.py` writes this page from
 `hf_hybrid/arguments.py`. An option has the same name on the command line and in YAML:
 

@@ -63,7 +63,7 @@ from hf_hybrid.run.run import NO_LEAPS, BatchFeed, Run
 from hf_hybrid.run.trainer_view import classifies, own_losses, trains_adapters
 from hf_hybrid.run.weights import Gathered, Shards, TrainedWeights, canonical, shards_of
 from hf_hybrid.streaming.engine import Resident, Streamed
-from hf_hybrid.streaming.layers import embeddings_and_head, map_with_host_layers, working_dtypes
+from hf_hybrid.streaming.layers import embeddings_and_head, find_layers, map_with_host_layers, working_dtypes
 from hf_hybrid.streaming.optimizer import UnsupportedOptimizerError, check_separable
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.walk import Window
@@ -508,8 +508,9 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
             raise refuse(str(error), of_trainer.shape_of(model, device_map), nearest) from None
     plan = make_plan(trainer, device_map)
     logger.info("Memory plan: %s", plan.describe())
+    evaluated = evaluated_streamer(trainer) if plan.setup.evaluated_on_host else None
     if plan.mode == "resident":
-        return Resident(plan.buffers_on_host)
+        return Resident(plan.buffers_on_host, evaluated)
     streamer = LayerStreamer(
         model,
         of_trainer.streamed_layers(model, device_map),
@@ -522,8 +523,20 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
         graphs=plan.kept_graphs,
         in_flight=plan.setup.micro_batches_in_flight,
     )
-    window = Window(streamer, plan.setup.accumulation_walk, park=options.offload_activations)
+    of_router = "The router's loss takes logits out of the layers." if vars(trainer).get("aux_loss_enabled") else None
+    park, walk = options.offload_activations, plan.setup.accumulation_walk
+    window = Window(streamer, walk, park=park, evaluated=evaluated, reason=of_router)
+    window.counter = trainer if hasattr(trainer, "_buffered_inputs") else None
     return Streamed(model, streamer, window, plan, host_memory=host_memory)
+
+
+def evaluated_streamer(trainer: BuiltTrainer) -> LayerStreamer | None:
+    """Return what streams the models that the trainer computes and does not train, if it has any with layers."""
+    models = torch.nn.ModuleList(of_trainer.evaluated_models(trainer))
+    layers = [layer for model in models for layer in find_layers(model)]
+    for model in models:
+        model.requires_grad_(False)
+    return LayerStreamer(models, layers, device=trainer.args.device) if layers else None
 
 
 def memory_parts(trainer: BuiltTrainer) -> list[Part]:

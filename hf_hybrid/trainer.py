@@ -559,9 +559,21 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         if self._memory_option != "off" and self.model is not None:
             check_streamable(self.args, self.model, self._device_map)
         super().create_accelerator_and_postprocess()
+        if self._memory_option != "off":
+            self._prepared, accelerator = [], self.accelerator
+
+            def prepare(model, device_placement=None, evaluation_mode=False):  # it moves when there is a plan
+                self._prepared.append(model)
+                return type(accelerator).prepare_model(accelerator, model, False, evaluation_mode)
+
+            accelerator.prepare_model = prepare
 
     def _plan_memory(self) -> None:
         self.memory, self._memory_is_planned = build.build_memory(self, self._device_map), True
+        vars(self.accelerator).pop("prepare_model", None)
+        streamed = () if self.memory.evaluated is None else self.memory.evaluated.model.children()
+        for model in set(self._prepared).difference(streamed):
+            model.to(self.args.device)
         if self.memory.streams:
             self.args._n_gpu = 1  # no DataParallel: as Trainer does where a model is spread over devices
             self.accelerator.device_placement = False

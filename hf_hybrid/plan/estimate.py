@@ -18,6 +18,8 @@ from the sizes of the layers and from the trace's activations ([`step_memory`]).
 Where a model cannot be traced because its code needs values, activations are estimated from hidden size and vocabulary
 instead. They enter the same sums, and the plan says that it was not traced.
 
+**Models that are only evaluated** (a reference, teachers) lie on the device, or their layers on the host.
+
 **Does it fit?** A limit of a GPU leaves room for the CUDA context and 5 % for the allocator (`Setup.margin`). Of the
 candidates (resident; streamed; streamed with embeddings and head) the first that fits is chosen; a streamed one keeps
 as many layers on the device as there is room for (all of them if that is enough for a walk micro-batch by micro-batch:
@@ -165,6 +167,7 @@ class Plan:
             trained = any(layer.trainable for layer in travel)
             words += ["layers updated in the backward pass"] * (trained and self.setup.update_in_backward)
             words += ["frozen layers in int8"] * (self.setup.base_precision == "int8")
+        words += ["evaluated models streamed"] * bool(self.setup.evaluated.layers and self.setup.evaluated_on_host)
         words += ["buffers of leaps on the host"] * (self.setup.leaps and self.buffers_on_host)
         return f"{self.mode}: {', '.join(words)}\nestimated bytes at the peak:\n{self.table}"
 
@@ -195,8 +198,11 @@ class Estimator:
         asks_for_streaming = setup.resident_layers is not None or setup.base_precision == "int8"
         if setup.memory == "off" or (setup.memory == "auto" and not asks_for_streaming):
             yield self.lightest(setup)
+            if setup.memory == "auto" and setup.evaluated.layers:
+                yield self.lightest(replace(setup, evaluated_on_host=True))
         if setup.memory == "off":
             return
+        setup = replace(setup, evaluated_on_host=True)
         for ends in (False, True) if setup.stream_embeddings is None else (setup.stream_embeddings,):
             if setup.resident_layers is not None or setup.vram is None:
                 yield self._keeping_graphs(self.streamed(setup, setup.resident_layers or 0, ends))
@@ -263,6 +269,7 @@ class Estimator:
             table.add("buffers", "device", setup.workspaces(False))
             per.add_leaps(table, shape.total)
         table.add("activations", "host", waiting * per.locked(boundary))
+        per.add_evaluated(table)
         return Plan(setup, shape, "resident", len(shape.layers), False, table, stage, traced is not None, parked)
 
     def streamed(self, setup: Setup, resident_layers: int, stream_embeddings: bool) -> Plan:
@@ -274,6 +281,7 @@ class Estimator:
         step = StreamedStep(self.shape, setup, self._activations(setup), *place, self._adapter_copies(setup), graph)
         traced, table = self.tracer is not None, step.table()
         table.add("activations", "device", self._waiting(setup, setup.micro_batches_in_flight))
+        step.per.add_evaluated(table)
         return Plan(setup, self.shape, "streamed", *place, table, traced=traced, parked=step.parked)
 
     def _waiting(self, setup: Setup, computed: int) -> int:

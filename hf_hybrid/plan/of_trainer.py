@@ -15,17 +15,18 @@ from transformers import TrainingArguments
 
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.machine import copies_beside, device_memory, mixed_precision_of, sharding_of, workspace_bytes
-from hf_hybrid.optimizers import has_adapters, optimizer_name, split_parameters
+from hf_hybrid.optimizers import LIBRARIES, has_adapters, optimizer_name, split_parameters
 from hf_hybrid.plan.accounting import ModelShape, host_memory
 from hf_hybrid.plan.estimate import Estimator, refuse
 from hf_hybrid.plan.images import SomeImages, encoder_of
-from hf_hybrid.plan.setups import MARGIN, Setup, with_context
+from hf_hybrid.plan.setups import MARGIN, Evaluated, Setup, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.run.run import RandomStates
-from hf_hybrid.run.trainer_view import TrainerView, own_losses, unknown_loss
+from hf_hybrid.run.trainer_view import TrainerView, overridden, own_losses, unknown_loss
 from hf_hybrid.streaming.layers import decoder_layers, find_layers, layers_on_host
 from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
 from hf_hybrid.streaming.optimizer import STATES_PER_WEIGHT
+from hf_hybrid.streaming.units import padded
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         update_in_backward=updates_in_backward(trainer),
         enable_predict=trainer.has_phases,
         values_per_weight=leaps.values_per_weight,
+        evaluated=bytes_evaluated(trainer) if options.memory != "off" else Evaluated(),
         **decided,
     )
     setup = dataclasses.replace(setup, prefetch_layers=min(setup.prefetch_layers, most))
@@ -203,6 +205,42 @@ def shape_of(model: torch.nn.Module, device_map: dict | None, **matrices) -> Mod
     return ModelShape.of(model, [name for name, _ in streamed_layers(model, device_map)], **matrices)
 
 
+def evaluated_models(trainer: Any) -> list[torch.nn.Module]:
+    """
+    Return the models with decoder layers that a trainer has beside the trained one and does not train: a reference,
+    teachers, judges. Where code of a user computes the loss, they are frozen ones.
+    """
+    own, found = {id(parameter) for parameter in trainer.model.parameters()}, {}
+    methods = ("training_step", "create_optimizer")
+    users = any(loss[0] not in LIBRARIES for loss in own_losses(trainer)) or overridden(trainer, *methods)
+    for held in vars(trainer).values():
+        for value in held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]:
+            if isinstance(value, torch.nn.Module) and own.isdisjoint(map(id, value.parameters())):
+                found[id(value)] = value
+    return [
+        model
+        for model in found.values()
+        if not (hasattr(model, "hf_device_map") or (users and any(p.requires_grad for p in model.parameters())))
+        and decoder_layers(model)
+        and not in_eight_bits(model)
+    ]
+
+
+def in_eight_bits(model: torch.nn.Module) -> bool:
+    """Whether layers of bitsandbytes keep their weights on the device themselves."""
+    return any(type(module).__name__ == "Linear8bitLt" for module in model.modules())
+
+
+def bytes_evaluated(trainer: Any) -> Evaluated:
+    """Return what the models take that a trainer evaluates, as [`LayerStreamer`] places them."""
+    models = evaluated_models(trainer)
+    weights = {id(tensor): tensor for model in models for tensor in (*model.parameters(), *model.buffers())}
+    layers = [layer for model in models for layer in decoder_layers(model)]
+    sizes = [sum(padded(weight.nbytes) for weight in layer.parameters()) for layer in layers]
+    slots = min(2, len(layers)) * max(sizes, default=0)
+    return Evaluated(sum(weight.nbytes for weight in weights.values()), sum(sizes), slots)
+
+
 def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> None:
     """Refuse options that streaming cannot be combined with, before anything is built, with what to change."""
     why = None
@@ -225,6 +263,8 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
         )
     elif args.torch_compile:
         why = "`torch_compile=True` would compile placeholders. Drop it"
+    elif getattr(args, "activation_offloading", False):  # of TRL
+        why = "`activation_offloading=True` moves what layers save, and these save little. Set `offload_activations`"
     elif args.bf16_full_eval or args.fp16_full_eval:
         why = "`bf16_full_eval` and `fp16_full_eval` cast the whole model. Drop them"
     if why is not None:
@@ -236,7 +276,7 @@ def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> N
             shape_of(model, device_map),
             f"Nearest plan that works: `optim=adamw_torch_fused`; also one of {', '.join(STATES_PER_WEIGHT)}.",
         )
-    if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
+    if in_eight_bits(model):
         raise refuse(
             "The base is quantised by bitsandbytes to int8, whose layers keep their weights on the device.",
             shape_of(model, device_map),

@@ -9,7 +9,7 @@ name. The module imports only the standard library, so the command line can impo
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_hybrid.compat import checkpointing_option
 
@@ -32,8 +32,17 @@ _CHOICES: dict[str, tuple] = {
 }
 DECIDED = (
     "recomputed_layers", "kept_graphs", "prefetch_layers", "stream_embeddings", "buffers_device", "update_in_backward",
+    "evaluated", "evaluated_on_host",
 )  # fmt: skip
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0}
+
+
+class Evaluated(NamedTuple):
+    """Bytes of models that are evaluated and not trained (a reference, teachers)."""
+
+    whole: int = 0  # of their weights
+    layers: int = 0  # what can be streamed of them
+    slots: int = 0  # device memory that layers are streamed through, which all models share
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ class Setup:
     enable_predict: bool = True  # leaps keep slow buffers and a snapshot of the trainable weights
     values_per_weight: float | None = 1  # fp32 values that the direction of leaps keeps of each; None: there are none
     buffers_device: str = "auto"  # of these: beside the weights, or "cpu"
+    evaluated: Evaluated = Evaluated()
+    evaluated_on_host: bool = False  # their layers
 
     def __post_init__(self):
         for name, choices in _CHOICES.items():

@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_hybrid.machine import is_out_of_memory
+from hf_hybrid.optimizers import ask
 from hf_hybrid.run.run import RandomStates, as_before
+from hf_hybrid.streaming.layers import base_model
 from hf_hybrid.streaming.streamer import LayerStreamer, Updates
 from hf_hybrid.streaming.units import StreamedParameter, as_plain
 
@@ -75,7 +78,7 @@ def difference(streamer: LayerStreamer, walk: Walk, batches: list[Any]) -> str |
     doing = "The walks of a window cannot be compared"
     try:
         with as_before(streamer.model, streamer.device), torch.enable_grad(), _nothing_left(streamer):
-            few = [_few(batch, TOKENS - 4 * number) for number, batch in enumerate(batches[:2])]
+            few = [_few(streamer.model, batch, TOKENS - 4 * number) for number, batch in enumerate(batches[:2])]
             functions = [functools.partial(_compute, streamer, batch) for batch in few]
             losses, numbers = _one_by_one(streamer, functions)
             doing = "A window cannot be walked by layer"
@@ -89,8 +92,19 @@ def difference(streamer: LayerStreamer, walk: Walk, batches: list[Any]) -> str |
         return f"{doing} ({type(error).__name__}: {str(error).partition(chr(10))[0]})."
 
 
-def _few(batch: Any, tokens: int) -> dict[str, Any]:
-    """Return some rows of a batch, cut to `tokens`; all of it if it holds anything of another shape."""
+def _few(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any]:
+    """
+    Return some rows of a batch, cut to `tokens`; all of it if it holds anything of another shape. Of a batch of which a
+    loss makes what the model gets, any tokens will do.
+    """
+    takes = inspect.signature(base_model(model).forward).parameters
+    if isinstance(batch, Mapping) and any(parameter.kind is parameter.VAR_POSITIONAL for parameter in takes.values()):
+        takes = batch  # it says nothing
+    batch = {name: batch[name] for name in batch if name in takes} if isinstance(batch, Mapping) else {}
+    if not any(map(torch.is_tensor, batch.values())):
+        embeddings: Any = ask(base_model(model), "get_input_embeddings")
+        words = ROWS * tokens if embeddings is None else len(embeddings.weight)
+        batch = {"input_ids": (torch.arange(ROWS * tokens) % words).view(ROWS, tokens)}
     ids = next((batch[name] for name in ("input_ids", "inputs_embeds") if torch.is_tensor(batch.get(name))), None)
     tensors = [value for value in batch.values() if torch.is_tensor(value) and value.dim()]
     if ids is None or any(len(tensor) not in (1, len(ids)) or tensor.dim() > 3 for tensor in tensors):

@@ -28,6 +28,7 @@ from hf_hybrid.run.weights import InPlace
 from hf_hybrid.streaming.optimizer import LazyOptimizer
 from hf_hybrid.streaming.placeholders import Placeholder
 from hf_hybrid.streaming.streamer import LayerStreamer
+from hf_hybrid.streaming.units import as_plain
 from hf_hybrid.streaming.walk import Window
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,11 @@ class Resident(InPlace):
     optimizer: LazyOptimizer | None = None
     """The one that has the gradients of streamed layers."""
 
-    def __init__(self, buffers_on_host: bool = False):
+    def __init__(self, buffers_on_host: bool = False, evaluated: LayerStreamer | None = None):
         self.buffers_on_host = buffers_on_host
         """Whether the plan keeps the buffers of leaps on the host."""
+        self.evaluated = evaluated
+        """Streams models that the loss computes and nobody trains (a reference, teachers), if they are on the host."""
 
     @property
     def torn(self) -> str | None:
@@ -62,12 +65,31 @@ class Resident(InPlace):
         return parameter
 
     def tensors_held(self, extra: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        return extra
+        """Return `extra` and all other tensors held beside the model between steps, by category."""
+        if self.evaluated is None:
+            return extra
+        held, model = self.evaluated.tensors_held(), self.evaluated.model
+        with as_plain():
+            weights = [*held["slots"], *held["host_weights"], *model.parameters(), *model.buffers()]
+        return {**extra, "weights": extra.get("weights", []) + weights}
 
     def _nothing(self) -> Any:
         """There is nothing to do, nothing to tell, and nothing changes."""
 
-    begin = end = discard_gradients = walk_by_micro_batch = recompute_all = statistics = _nothing
+    discard_gradients = walk_by_micro_batch = recompute_all = _nothing
+
+    def begin(self) -> None:
+        """Take over the models at the start of a run."""
+        if self.evaluated is not None:
+            self.evaluated.attach()
+
+    def end(self) -> None:
+        """Give models their weights back, on the host."""
+        if self.evaluated is not None:
+            self.evaluated.detach()
+
+    def statistics(self) -> dict | None:
+        return None if self.evaluated is None else {"evaluated": self.evaluated.statistics()}
 
     def overlay(self, displaced: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Weights are what they are: a leap under test is in them."""
@@ -75,10 +97,19 @@ class Resident(InPlace):
     def host_tensors(self, buffers: Iterable[Tensor]) -> list[Tensor] | None:
         return None
 
-    def running(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        """Context in which models can compute on the device, so that they can be evaluated."""
+        attached = self.evaluated is None or self.evaluated.attached
+        Resident.begin(self)
+        try:
+            yield
+        finally:
+            if not attached:
+                Resident.end(self)
 
-    suspended = running
+    def suspended(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
 
 
 class Streamed(Resident):
@@ -94,7 +125,7 @@ class Streamed(Resident):
     def __init__(
         self, model: nn.Module, streamer: LayerStreamer, window: Window, plan: Any, *, host_memory: Callable[[], int]
     ):
-        super().__init__(plan.buffers_on_host)
+        super().__init__(plan.buffers_on_host, window.evaluated)
         self.model, self.streamer, self.window, self.plan = model, streamer, window, plan
         self.host_memory = host_memory
 
@@ -119,12 +150,12 @@ class Streamed(Resident):
         return self.optimizer
 
     def begin(self) -> None:
-        """Take over the model at the start of a run."""
+        super().begin()
         self.window.is_compared = False
         self.streamer.attach()
 
     def end(self) -> None:
-        """Finish pending updates and give the model its weights back, on the host."""
+        super().end()
         if self.streamer.attached:
             if self.torn is None:
                 self.finish_updates()
@@ -204,26 +235,25 @@ class Streamed(Resident):
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
-        """Context in which the model can compute on the device, so that it can be evaluated."""
         attached = self.streamer.attached
         self.streamer.attach()
         try:
-            yield
+            with super().running():
+                yield
         finally:
             if not attached:
                 self.end()
 
     def statistics(self) -> dict:
-        return self.streamer.statistics()
+        return {**self.streamer.statistics(), **(super().statistics() or {})}
 
     def tensors_held(self, extra: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        """Return `extra` and all other tensors held beside the model between steps, by category."""
         if self.optimizer is None:
             return extra
-        held = self.streamer.tensors_held()
+        held, extra = self.streamer.tensors_held(), super().tensors_held(extra)
         return {
             **extra,
-            "weights": held["slots"] + held["host_weights"],
+            "weights": held["slots"] + held["host_weights"] + extra.get("weights", []),
             "gradients": held["host_gradients"],
             "activations": self._parking(),
             "buffers": held["expanded"] + held["updates"],
@@ -236,7 +266,9 @@ class Streamed(Resident):
         held, masters = self.streamer.tensors_held(), [param.master for param in self.streamer.masters.values()]
         states = [value for master in masters for value in self.optimizer.base.state.get(master, {}).values()]
         states = [value for value in states if torch.is_tensor(value)]
-        return held["host_weights"] + held["host_gradients"] + list(buffers) + self._parking() + states
+        evaluated = [] if self.evaluated is None else self.evaluated.tensors_held()["host_weights"]
+        on_host = held["host_weights"] + held["host_gradients"] + evaluated
+        return on_host + list(buffers) + self._parking() + states
 
     def _parking(self) -> list[Tensor]:
         return [] if self.window.parking is None else self.window.parking.spare

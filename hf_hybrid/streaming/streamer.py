@@ -31,6 +31,7 @@ import contextlib
 import copy
 import functools
 import math
+import time
 from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ from hf_hybrid.compat import CACHES
 from hf_hybrid.machine import copy_to_device_
 from hf_hybrid.streaming.expert_streaming import Experts
 from hf_hybrid.streaming.graphs import KeptGraph, computed_otherwise, refuse_second_derivative, updated_since
-from hf_hybrid.streaming.layers import save_packed_weights
+from hf_hybrid.streaming.layers import base_model, save_packed_weights
 from hf_hybrid.streaming.placeholders import become_placeholders
 from hf_hybrid.streaming.transfers import Transfers
 from hf_hybrid.streaming.units import SlotPool, StreamedParameter, Unit, as_plain, cannot_train, make_units
@@ -54,7 +55,9 @@ class Walk(Protocol):
 
     several: bool
 
-    def call(self, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any: ...
+    def takes(self, args: tuple, kwargs: dict) -> bool: ...
+
+    def call(self, streamer: LayerStreamer, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any: ...
 
 
 class Updates:
@@ -212,6 +215,14 @@ class LayerStreamer:
                     self._undo.append(functools.partial(setattr, param.parameter, "grad_dtype", param.master.dtype))
                 param.parameter.requires_grad_(trains)
             become_placeholders(self, unit, self._nothing)
+        base: Any = base_model(self.model)
+        if (switch := getattr(base, "_set_gradient_checkpointing", None)) is not None:
+            # A loss switches checkpointing off for the pass of its reference, and on again in the middle of a step.
+            base._set_gradient_checkpointing = lambda *args, **kwargs: (
+                switch(*args, **kwargs),
+                self._checkpoint_here(),
+            )
+            self._undo.append(functools.partial(vars(base).pop, "_set_gradient_checkpointing"))
         self._move_rest(self.device)
         self.updates.attach()
 
@@ -305,13 +316,15 @@ class LayerStreamer:
         """Take note of what may have changed since the last step."""
         for unit in self.units:
             unit.open_graphs = 0  # of passes that had no part in the last loss, or ended in an error
-            # Layers of older transformers ask for their own checkpointing before their `forward` begins, and a callback
-            # may have switched it on. They are checkpointed here.
-            for module in unit.modules:
-                if getattr(module, "gradient_checkpointing", False):
-                    vars(module)["gradient_checkpointing"] = False
+        self._checkpoint_here()
         if self.attached:
             self.look_at_parameters()
+
+    def _checkpoint_here(self) -> None:
+        """Switch off the layers' own checkpointing, which a callback may have switched on: they are recomputed here."""
+        for module in [module for unit in self.units for module in unit.modules]:
+            if getattr(module, "gradient_checkpointing", False):
+                vars(module)["gradient_checkpointing"] = False
 
     def look_at_parameters(self) -> None:
         """
@@ -360,12 +373,14 @@ class LayerStreamer:
         unit.calls += 1
         # The backward pass of an embedding reads no weights, nor does that of a head that computed its loss in chunks.
         reads_once = isinstance(module, nn.Embedding) or kwargs.get("targets") is not None
-        if not torch.is_grad_enabled() or reads_once:
+        with_graph = torch.is_grad_enabled() and not reads_once
+        if with_graph:
+            kwargs = _without_cache(module, kwargs)
+        if self.walk is not None and unit in self._next and (with_graph or self.walk.takes(args, kwargs)):
+            return self.walk.call(self, unit, original, args, kwargs)
+        if not with_graph:
             with self._for_forward(unit):
                 return original(*args, **kwargs)
-        kwargs = _without_cache(module, kwargs)
-        if self.walk is not None and unit in self._next:
-            return self.walk.call(unit, original, args, kwargs)
 
         unit.open_calls += 1
         if unit.open_graphs < unit.graphs:  # the first passes of a window keep theirs, the others are recomputed
@@ -543,7 +558,7 @@ class LayerStreamer:
         if unit.pool is None:
             raise RuntimeError(f"`{unit.name}` has no slots: the model is not attached.")
         unit.loaded = unit in unit.pool.held
-        unit.slot = unit.pool.take(unit)
+        unit.slot = unit.pool.take(unit, turns=torch.is_grad_enabled())
         return unit.slot is not None
 
     def release(self, unit: Unit) -> None:
@@ -621,6 +636,23 @@ class LayerStreamer:
         """Wait until the gradients of everything computed so far are on the host."""
         self.end_backward()
         self.transfers.finish_sending()
+
+    def copies_of_a_pass(self) -> tuple[int, float]:
+        """
+        Return the bytes that come in for a pass without gradients which begins anew, as for each token of a completion,
+        and about how many seconds that takes: by the time of a copy of one layer, made now.
+        """
+        held = 0 if not self._pools else max(len(self._pools[0].slots) - self.ahead - 1, 0)
+        coming = [unit.storage.packed for unit in self.travelling[held:] if unit.storage.packed is not None]
+        if len(coming) <= self.ahead + 1:
+            return 0, 0.0
+        for _ in range(2):  # the first one warms up
+            begun = time.perf_counter()
+            self.transfers.fetch(coming[0]).take()
+            self.transfers.finish()
+            seconds = time.perf_counter() - begun
+        total = sum(packed.numel() for packed in coming)
+        return total, seconds * total / coming[0].numel()
 
     # For the optimizer, and for reports.
 

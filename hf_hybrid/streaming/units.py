@@ -301,8 +301,11 @@ class SlotPool:
         self.held: OrderedDict[Unit, Slot] = OrderedDict()
         """The unit in each slot; a unit that has the slot itself is in use."""
 
-    def take(self, unit: Unit) -> Slot | None:
-        """Return a slot for the unit, its own if it still has one, or `None` if all are in use."""
+    def take(self, unit: Unit, turns: bool = True) -> Slot | None:
+        """
+        Return a slot for the unit, its own if it still has one, or `None` if all are in use. `turns` tells whether the
+        pass will come back; one that begins anew instead, as for each token of a completion, finds the first units.
+        """
         slot = self.held.get(unit)
         if slot is None:
             if not self._free:
@@ -310,7 +313,7 @@ class SlotPool:
                 idle = [other for other in self.held if other.slot is None]
                 if not idle:
                     return None
-                self.forget(idle[0])
+                self.forget(idle[0 if turns else -1])
             slot = self._free.pop()
         self.held[unit] = slot
         self.held.move_to_end(unit)

@@ -38,12 +38,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +57,12 @@ from hf_hybrid.streaming.comparison import CannotWalkError, difference
 from hf_hybrid.streaming.layers import reason_not_walked
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
 from hf_hybrid.streaming.transfers import Event, HostBuffers, Transfers
-from hf_hybrid.streaming.units import Unit
+from hf_hybrid.streaming.units import Unit, as_plain
 
 logger = logging.getLogger(__name__)
 
+COLLECTOR = "output_collector"
+"""The variable of transformers in which hooks inside of layers leave what a pass asks for (router logits)."""
 Cut = tuple[Tensor, Tensor]
 """A tensor that was computed between layers, and the leaf that stands for it in the layers that it enters."""
 
@@ -121,7 +122,10 @@ class _Output:
 class _Call:
     """One call of one layer by one micro-batch."""
 
+    streamer: LayerStreamer
     unit: Unit
+    with_graph: bool
+    """Whether gradients are enabled: a backward pass may come to it."""
     function: Callable
     inputs: list
     """The arguments, flat. Behind the call outputs of earlier layers stand for themselves, so that they can leave."""
@@ -130,6 +134,8 @@ class _Call:
     """Those that begin with this call."""
     context: contextvars.Context
     autocast: dict
+    adapters: Any = None
+    """Which adapters computed when it was made."""
     random_states: Any = None
     """From which it was computed."""
     outputs: list[_Output] = field(default_factory=list)
@@ -151,6 +157,10 @@ class _MicroBatch(threading.Thread):
         self.result: Any = None
         self.error: BaseException | None = None
         self.abandoned = False
+        self.has_begun = False
+        """It has come to a layer with gradients."""
+        self.adapters: Any = None
+        """Which ones compute, to the code of this micro-batch."""
         self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """By the leaf that stands for it."""
         self.cuts: dict[int, Cut] = {}
@@ -192,16 +202,61 @@ class _MicroBatch(threading.Thread):
         return computed
 
 
+class _Adapters:
+    """
+    Which adapters of a model compute. A loss switches them off, or exchanges them, around the pass of its reference. So
+    each micro-batch has its own choice while it is its turn.
+    """
+
+    NAMES = ("_disable_adapters", "_active_adapter", "_adapters_disabled", "active_adapter")
+
+    def __init__(self, model: nn.Module):
+        modules = [module for module in model.modules() if "_disable_adapters" in vars(module)]
+        switched = [vars(module) for module in (*modules, *model.modules()) if modules]
+        self._places = [(own, name) for own in switched for name in self.NAMES if name in own]
+        within = [(name, p) for module in modules for name, p in module.named_parameters()]
+        self._parameters = [p for name, p in within if not name.startswith(("base_layer.", "original_module."))]
+        self._choice = self._look()
+        configs = getattr(model, "peft_config", {}).values()
+        self.in_place = not any(config.is_prompt_learning or config.is_adaption_prompt for config in configs)
+        """Whether switching them exchanges no `forward`, which would be that of all micro-batches."""
+
+    def _look(self) -> tuple[list, list[bool]]:
+        with as_plain():
+            return [own[name] for own, name in self._places], [p.requires_grad for p in self._parameters]
+
+    def now(self) -> Any:
+        # They are switched together, so two places tell whether they were.
+        if any(own[name] != before for (own, name), before in zip(self._places[:2], self._choice[0])):
+            self._choice = self._look()
+        return self._choice
+
+    def choose(self, choice: Any) -> None:
+        if choice is not self.now():
+            self._choice = choice
+            for (own, name), value in zip(self._places, choice[0]):
+                own[name] = value
+            with as_plain():
+                for parameter, trains in zip(self._parameters, choice[1]):
+                    parameter.requires_grad_(trains)
+
+
 @dataclass
 class LayerWalk:
     """
     Walks windows through the layers of a streamer. The activations between layers wait in `parking`, or on the device.
+    Passes without gradients through its layers, or through those of the models that are only `evaluated`, are walked
+    too: each layer comes in once for all micro-batches.
     """
 
     streamer: LayerStreamer
     parking: HostBuffers | None = None
+    evaluated: LayerStreamer | None = None
     several: bool = False
     """Whether the window has more than one micro-batch."""
+
+    def __post_init__(self):
+        self.adapters = _Adapters(self.streamer.model)
 
     def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
         """
@@ -216,75 +271,114 @@ class LayerWalk:
         device = self.streamer.device
         stream = torch.accelerator.current_stream(device) if copies_beside(device) else None
         jobs = [_MicroBatch(function, stream) for function in functions]
-        self.streamer.walk, self.several = self, len(jobs) > 1
+        self.several = len(jobs) > 1
+        streamers = [streamer for streamer in (self.streamer, self.evaluated) if streamer is not None]
+        for streamer in streamers:
+            streamer.walk = self
+        for job in jobs:
+            job.adapters = self.adapters.now()
         try:
+            walking = list(jobs)
             for way in (self._forward, self._backward):
-                way(jobs)
+                way(walking)
                 for unit in self.streamer.ends:  # the head, then the embeddings: all micro-batches have added to them
                     self.streamer.collect(unit)
         except BaseException:
             # Activations that leave, or come back to nobody, are still copied: their memory goes with this error.
-            self.streamer.transfers.finish()
+            for streamer in streamers:
+                streamer.transfers.finish()
             if self.parking is not None:
                 self.parking.take_back()
             raise
         finally:
-            self.streamer.walk = None
+            for streamer in streamers:
+                streamer.walk = None
             for job in jobs:
                 if job.waiting_for is not None:
                     job.abandoned = True
                     with contextlib.suppress(BaseException):
-                        job.advance()
+                        self._advance(job)
         return [job.result for job in jobs]
 
     def _forward(self, jobs: list[_MicroBatch]) -> None:
         for job in jobs:
-            job.advance()
-        while calls := [job.waiting_for for job in jobs if job.waiting_for is not None]:
-            unit = calls[0].unit
-            if len(calls) < len(jobs) or any(call.unit is not unit for call in calls):
+            self._advance(job)
+        jobs[:] = [job for job in jobs if job.waiting_for is not None]  # without the rest, which compute nothing
+        while waiting := [(job, job.waiting_for) for job in jobs if job.waiting_for is not None]:
+            if len(waiting) < len(jobs) or len({(call.unit, call.with_graph) for _, call in waiting}) > 1:
+                # A pass without gradients that others do not make, or not now.
+                waiting = [(job, call) for job, call in waiting if not call.with_graph][:1]
+            if not waiting:
                 raise CannotWalkError("The micro-batches of a window do not call the same layers in the same order.")
+            calls = [call for _, call in waiting]
+            streamer, unit = calls[0].streamer, calls[0].unit
             try:
-                for job, call in zip(jobs, calls):
+                for job, call in waiting:
                     if not unit.bound:  # at first, or taken by a pass without gradients inside a micro-batch
-                        self.streamer.bring_in(unit)
+                        streamer.bring_in(unit)
+                    self.adapters.choose(call.adapters)
                     job.computed = call.context.run(self._compute, job, call)
             finally:
-                self.streamer.release(unit)
+                streamer.release(unit)
             if self.parking is not None:
                 for output in _boundaries(calls):
                     output.park()
-            for job in jobs:
-                job.advance()
+            for job, _ in waiting:
+                self._advance(job)
         self.streamer.end_backward()
+
+    def _advance(self, job: _MicroBatch) -> None:
+        self.adapters.choose(job.adapters)
+        try:
+            job.advance()
+        finally:
+            job.adapters = self.adapters.now()
 
     # A layer is called.
 
-    def call(self, unit: Unit, function: Callable, args: tuple, kwargs: dict):
+    def takes(self, args: tuple, kwargs: dict) -> bool:
+        """
+        Whether a call without gradients waits for those of other micro-batches. What comes before the first pass with
+        gradients does not: a loss may generate there, and draw random numbers.
+        """
+        job = threading.current_thread()
+        waits = self.several and self.adapters.in_place and isinstance(job, _MicroBatch) and job.has_begun
+        return waits and _side_channel((*args, *kwargs.values())) is None
+
+    def call(self, streamer: LayerStreamer, unit: Unit, function: Callable, args: tuple, kwargs: dict):
         """Replace the layer's forward, on a micro-batch's thread."""
         job = threading.current_thread()
         if not isinstance(job, _MicroBatch):
             raise RuntimeError(f"`{unit.name}` is called on a thread that computes no micro-batch of the window.")
-        _refuse_side_channels(unit, (*args, *kwargs.values()))
+        if (found := _side_channel((*args, *kwargs.values()))) is not None:
+            kind = type(found).__name__
+            raise CannotWalkError(f"`{unit.name}` takes a `{kind}`, through which layers may share tensors.")
         inputs, structure = tree_flatten((args, kwargs))
         cuts: list[Cut] = []
+        with_graph = torch.is_grad_enabled()
+        job.has_begun |= with_graph
         for place, value in enumerate(inputs):
-            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+            if with_graph and isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
                 if id(value) not in job.cuts:
                     cuts.append((value, value.detach().requires_grad_()))
                     job.cuts[id(value)] = cuts[-1]
                 inputs[place] = job.cuts[id(value)][1]
         context, autocast = contextvars.copy_context(), autocast_now(self.streamer.device)
-        return job.wait_for(_Call(unit, function, inputs, structure, cuts, context, autocast))
+        collects = next((value for name, value in context.items() if name.name == COLLECTOR), None)
+        if with_graph and collects:
+            raise CannotWalkError(f"The loss asks the model for `{[*collects][0]}`, taken out of layers by hooks.")
+        adapters = self.adapters.now()
+        call = _Call(streamer, unit, with_graph, function, inputs, structure, cuts, context, autocast, adapters)
+        return job.wait_for(call)
 
     def _compute(self, job: _MicroBatch, call: _Call) -> Any:
         """Compute a call, and return leaves in place of its outputs, as far as a gradient may come to them."""
         unit, inputs, call.inputs = call.unit, call.inputs, []
-        call.random_states = RandomStates.now(self.streamer.device)
-        takes_gradients = itertools.chain(inputs, *map(nn.Module.parameters, unit.modules))
+        takes_gradients = itertools.chain(inputs, *map(nn.Module.parameters, unit.modules)) if call.with_graph else ()
         trains = any(isinstance(value, Tensor) and value.requires_grad for value in takes_gradients)
+        call.random_states = RandomStates.now(self.streamer.device) if trains else None
         keeps = trains and unit.open_graphs < unit.graphs
-        graph = self.streamer.keeping_graph(unit) if keeps else contextlib.nullcontext()
+        graph = call.streamer.keeping_graph(unit) if keeps else contextlib.nullcontext()
         args, kwargs = tree_unflatten(inputs, call.structure)
         with graph, torch.set_grad_enabled(keeps), torch.autocast(**call.autocast):
             outputs, structure = tree_flatten(call.function(*args, **kwargs))
@@ -306,11 +400,13 @@ class LayerWalk:
 
     def _backward(self, jobs: list[_MicroBatch]) -> None:
         before: list[list[Cut]] = [[] for _ in jobs]
-        while jobs[0].calls:
+        while any(job.calls for job in jobs):
+            if len({job.calls[-1].unit if job.calls else None for job in jobs}) > 1:
+                raise CannotWalkError("The micro-batches of a window do not call the same layers in the same order.")
             calls = [job.calls.pop() for job in jobs]
-            unit = calls[0].unit
+            streamer, unit = calls[0].streamer, calls[0].unit
             unit.open_calls -= len(calls)  # so that gradients count as complete behind these
-            self.streamer.bring_in(unit, backward=True)
+            streamer.bring_in(unit, backward=True)
             for output in _boundaries(calls):  # all at once: that of one micro-batch comes while another computes
                 output.fetch()
             try:
@@ -323,11 +419,11 @@ class LayerWalk:
                         (between if _depends_on(cut[0], job.outputs) else early).append(cut)
                     if between:
                         _backward_through(between)
-                self.streamer.collect(unit)
-                if unit in self.streamer.updates.in_backward:
-                    self.streamer.updates.update(unit)
+                streamer.collect(unit)
+                if unit in streamer.updates.in_backward:
+                    streamer.updates.update(unit)
             finally:
-                self.streamer.release(unit)
+                streamer.release(unit)
         for early in before:
             # Computed before the first layer (embeddings): differentiated once, when all layers have contributed.
             _backward_through(early)
@@ -341,6 +437,7 @@ class LayerWalk:
         results = call.results
         if results is None:
             args, kwargs = tree_unflatten(inputs, call.structure)
+            self.adapters.choose(call.adapters)
             with call.random_states.again(), torch.enable_grad(), torch.autocast(**call.autocast):
                 outputs = call.function(*args, **kwargs)
             results = _computed(tree_leaves(outputs), inputs)
@@ -356,16 +453,24 @@ class Window:
     Trainer asks for one micro-batch after the other. A window that is walked layer by layer computes all of them when
     the first one is asked for, and hands out what it found when the others are.
 
-    `order` is `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so. `park` keeps the
-    activations between layers on the host meanwhile. Whether code of a user stands in the way is asked at each step,
-    and the first window of a run is compared ([`hf_hybrid.streaming.comparison`]).
+    `order` is `"layer"`, `"micro_batch"`, or `"auto"`: by layer unless the model cannot be walked so, or its loss for a
+    `reason`. `park` keeps the activations between layers on the host meanwhile. Whether code of a user stands in the
+    way is asked at each step, and the first window of a run is compared ([`hf_hybrid.streaming.comparison`]).
 
     Raises:
         CannotWalkError: If this model cannot be walked by layer, and `order` is `"layer"`.
     """
 
-    def __init__(self, streamer: LayerStreamer, order: str, *, park: bool = False):
-        self.streamer, self.order = streamer, order
+    def __init__(
+        self,
+        streamer: LayerStreamer,
+        order: str,
+        *,
+        park: bool = False,
+        evaluated: LayerStreamer | None = None,
+        reason: str | None = None,
+    ):
+        self.streamer, self.order, self.evaluated = streamer, order, evaluated
         self.parking = HostBuffers(pin=streamer.transfers.beside) if park else None
         self.by_layer = True
         """Windows of several micro-batches are walked by layer, if the order admits it."""
@@ -377,11 +482,14 @@ class Window:
         """Whether the walks were compared in this run."""
         self.updates_late = False
         """No layer is updated in the backward pass: gradients are clipped, or code of a user sees them first."""
+        self.counter: Any = None
+        """What counts micro-batches as `_step`, if anything does: by it a trainer takes them from what it generated."""
         self._inputs: list = []
         self._results: list = []
         self._left = 0
         """Micro-batches that are yet to be computed."""
-        if (reason := reason_not_walked(streamer.model)) is not None and (order != "micro_batch" or park):
+        reason = reason or reason_not_walked(streamer.model)
+        if reason is not None and (order != "micro_batch" or park):
             self._cannot_walk(reason)
 
     def begin(self, inputs: list) -> None:
@@ -415,8 +523,9 @@ class Window:
         if self._goes_by_layer(window):
             try:
                 self.streamer.last_pass = not self.updates_late
-                walk = LayerWalk(self.streamer, self.parking)
-                self._results = walk.run([functools.partial(step, inputs) for inputs in window])
+                walk = LayerWalk(self.streamer, self.parking, self.evaluated)
+                with self._counting(len(window)) as counted:
+                    self._results = walk.run([counted(number, step, inputs) for number, inputs in enumerate(window)])
                 return self._results.pop(0)
             except CannotWalkError as error:
                 self._cannot_walk(str(error))
@@ -429,6 +538,26 @@ class Window:
         result = step(inputs)
         self.streamer.end_backward()
         return result
+
+    @contextlib.contextmanager
+    def _counting(self, micro_batches: int) -> Generator[Callable[..., Callable[[], Any]]]:
+        """Context that gives functions of micro-batches, each of which begins at its own number of the `counter`."""
+        counter, first, ends_at = self.counter, getattr(self.counter, "_step", 0), 0
+
+        def counted(number: int, step: Callable[[Any], Any], inputs: Any) -> Callable[[], Any]:
+            def compute():
+                if counter is not None:
+                    counter._step = first + number
+                return step(inputs)
+
+            return compute
+
+        try:
+            yield counted
+            ends_at = micro_batches
+        finally:
+            if counter is not None:
+                counter._step = first + ends_at
 
     def _cannot_walk(self, why: str) -> None:
         if self.order == "layer" or self.streamer.updates.torn is not None:  # a layer is updated: no way back
@@ -480,12 +609,11 @@ def _depends_on(tensor: Tensor, leaves: WeakIdKeyDictionary) -> bool:
 PLAIN = (Tensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice)
 
 
-def _refuse_side_channels(unit: Unit, arguments: tuple) -> None:
-    """Refuse layers that get an object to write into (a cache, a dictionary): its tensors would escape the cuts."""
+def _side_channel(arguments: tuple) -> Any:
+    """Return an object that a layer gets to write into (a cache, a dictionary): its tensors would escape the cuts."""
     for value in arguments:
         mutable = isinstance(value, (dict, list)) and value
         for part in tree_leaves(value):
             if mutable or not (isinstance(part, PLAIN) or getattr(part, "holds_no_activations", False)):
-                raise CannotWalkError(
-                    f"`{unit.name}` takes a `{type(value).__name__}`, through which layers may share tensors."
-                )
+                return value
+    return None

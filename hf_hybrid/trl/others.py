@@ -15,7 +15,14 @@ from hf_hybrid.compat import trl_error
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.tree import Rows
 from hf_hybrid.trainer import HybridTrainerMixin
-from hf_hybrid.trl.sft_dpo import TRLConfigBase, check_images, config_for, options_of_rows, rows_of_pairs
+from hf_hybrid.trl.sft_dpo import (
+    ReferenceMixin,
+    TRLConfigBase,
+    check_images,
+    config_for,
+    options_of_rows,
+    rows_of_pairs,
+)
 
 try:
     from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
@@ -61,7 +68,7 @@ class JudgedRows(Exchange):
         )
 
 
-class HybridKTOTrainer(HybridTrainerMixin, KTOTrainer):  # ty: ignore[incompatible-method-override]
+class HybridKTOTrainer(ReferenceMixin, HybridTrainerMixin, KTOTrainer):  # ty: ignore[incompatible-method-override]
     """
     Drop-in for [`~trl.KTOTrainer`] that computes no padding, and what rows share once. There are no leaps. `args` may
     be a [`HybridKTOConfig`] or TRL's.
@@ -78,7 +85,3 @@ class HybridKTOTrainer(HybridTrainerMixin, KTOTrainer):  # ty: ignore[incompatib
     def compute_loss(self, model, inputs, *args, **kwargs):
         with self.rows.on(self.model, self.ref_model):
             return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def compute_ref_log_probs(self, model, inputs):
-        with self.rows.on(self.accelerator.unwrap_model(model)):
-            return super().compute_ref_log_probs(model, inputs)

@@ -54,7 +54,7 @@ from hf_hybrid.trl.groups import (
     tokens_in_loss,
     total_rewards,
 )
-from hf_hybrid.trl.sft_dpo import TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
+from hf_hybrid.trl.sft_dpo import IN_TURN, TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
 from hf_hybrid.trl.users import UsersState, restore_table, table_of
 
 if TYPE_CHECKING:
@@ -147,6 +147,14 @@ class Rollouts(Part):
         for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
             pending.clear()
         self.of_users.begin()
+        if trainer.memory.streams and not trainer.use_vllm:
+            size, seconds = trainer.memory.streamer.copies_of_a_pass()
+            tokens = trainer.max_completion_length
+            logger.info(
+                "Each token of completions brings in %.2f GiB of layers, for all rows at once: about %.2g s, estimated "
+                "from a copy of one layer that was timed now. %d tokens take %.0f s, and what computing them takes.",
+                size / 2**30, seconds, tokens, tokens * seconds,
+            )  # fmt: skip
 
     @functools.cached_property
     def users(self) -> dict[tuple[str, ...], str | None]:
@@ -280,8 +288,8 @@ class Rollouts(Part):
 # Configs.
 
 _OF_LEAPS = {
-    *options_of("Phases", "Leaps", "Verification", "Learning rate and optimizer", "Memory", "Divergence"),
-}.difference(("enable_predict", "preset", "muon_momentum", "optimizer_states"))
+    *options_of("Phases", "Leaps", "Verification", "Learning rate and optimizer", "Divergence"),
+}.difference(("enable_predict", "preset", "muon_momentum"))
 _NO_LEAPS = "a leap is verified on batches that training has not reached, and here these are not generated yet"
 
 
@@ -330,7 +338,7 @@ class RolloutConfigBase(ExactSkipArguments, TRLConfigBase, _Arguments):
             if (is_changed and name in _OF_LEAPS) or value in ("conservative", "aggressive"):
                 raise ValueError(
                     f"`{name}={value}` does not work with completions that are generated in training: it belongs to "
-                    "phases with leaps or to streamed layers. Leave it out."
+                    "phases with leaps. Leave it out."
                 )
 
 
@@ -338,11 +346,11 @@ class RolloutConfigBase(ExactSkipArguments, TRLConfigBase, _Arguments):
 class HybridGRPOConfig(RolloutConfigBase, GRPOConfig):
     """
     [`~trl.GRPOConfig`] with `exact_skips` and those options of [`HybridArguments`] that need no leaps: `optim="muon"`
-    and its options, `preset="fast"`, `optimizer_states`, and those of memory that runs out, checkpoints, samples and
-    the memory profile. One default of the former differs, `bf16`, as in [`HybridSFTConfig`].
+    and its options, `preset="fast"`, and those of memory, of memory that runs out, checkpoints, samples and the memory
+    profile. One default of the former differs, `bf16`, as in [`HybridSFTConfig`].
 
     Raises:
-        ValueError: As [`HybridConfig`], and for options of leaps and of streamed layers.
+        ValueError: As [`HybridConfig`], and for options of leaps.
     """
 
 
@@ -407,6 +415,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         tools = "environment_factories"  # prompts have those of the environments of a step
         self.rows.tokens_of = lambda rows: None if getattr(self, tools, None) else self._tokenize_prompts(rows)[0]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if self.memory.streams and self.rows.reason_plain is None:
+            self.rows.reason_plain = IN_TURN
 
     def own_parts(self) -> list[Part]:
         self.rollouts, self.generation, self.distance = Rollouts(self), GenerationBatch(), SamplerDistance()
@@ -449,6 +459,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         for engine in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(self, engine, False):
                 return f"`{engine}=True` has an engine of its own"
+        if self.memory.streams:
+            return "layers are streamed (`memory`), and come in once for each token of all rows"
         if self._sharding is not None and not (self._gathers and model.device.type == "cpu"):
             return f"with `{self._sharding}` processes generate in step"
         if (why := reason_not_this_model(model)) is not None:
@@ -585,7 +597,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return sorted(counts.int().argsort(descending=True, stable=True)[: self._agree(int(counts.sum()))].tolist())
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        generation, chosen = self.generation, None
+        generation, in_loss, chosen = self.generation, self._in_loss, None  # another micro-batch may run meanwhile
         if generation.rewards_first and generation.sampled is not None and generation.rewards is None:
             chosen = self._old_rows(attention_mask, logits_to_keep)
         with self.rows.on(self.accelerator.unwrap_model(model)):
@@ -593,8 +605,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 log_probs, *others = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                 )
-                if self._in_loss is not None:
-                    self._compare_with_sampler(self._in_loss, log_probs.detach())
+                if in_loss is not None:
+                    self._compare_with_sampler(in_loss, log_probs.detach())
                 return log_probs, *others
             self.rollouts.counts["log_probs_skipped"] += len(input_ids) - len(chosen)
             # To TRL, NaN is what vLLM could not say: a ratio of 1, without a part in the metrics of the difference.
@@ -681,6 +693,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def _prepare_inputs(self, inputs):
         rollouts = self.rollouts
         if self.model.training and self._step == rollouts.window_begins_at:
+            rollouts.skips.planned.clear()  # of a window that begins again
             rollouts.choose_rows()
         inputs = super()._prepare_inputs(inputs)  # generates if it is time to
         if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:

@@ -7,9 +7,10 @@ import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
@@ -41,6 +42,8 @@ except ImportError as error:
 
 class TRLConfigBase(HybridConfigBase):
     """The options and checks that the configs for TRL have in common."""
+
+    plan_values = {"stream_embeddings": False}  # TRL multiplies with the head's weights without calling it
 
     def __post_init__(self):
         if self.bf16 is None and not self.fp16:  # by the hardware: TRL has it on, which fails where nothing can do it
@@ -85,8 +88,6 @@ class HybridSFTConfig(TRLConfigBase, SFTConfig):
             by itself.
     """
 
-    plan_values = {"stream_embeddings": False}  # TRL multiplies with the head's weights without calling it
-
 
 @dataclass
 class HybridDPOConfig(TRLConfigBase, DPOConfig):
@@ -95,7 +96,7 @@ class HybridDPOConfig(TRLConfigBase, DPOConfig):
     [`HybridSFTConfig`]. `padding_free` works.
 
     Raises:
-        ValueError: As [`HybridConfig`], for streamed layers, and for `padding_free=True` with `share_rows=off`.
+        ValueError: As [`HybridConfig`], and for `padding_free=True` with `share_rows=off`.
     """
 
     padding_free: bool = field(
@@ -123,11 +124,6 @@ class HybridDPOConfig(TRLConfigBase, DPOConfig):
             raise ValueError(
                 f"`label_smoothing={self.label_smoothing}` is the share of pairs with swapped labels, and the loss "
                 "`robust` divides by 1 minus twice that share. Set it below 0.5."
-            )
-        if self.memory != "off":
-            raise ValueError(
-                f"`memory={self.memory}` streams the layers of one model, and preference optimisation runs a policy "
-                "and a reference over each batch. Set `memory=off`; LoRA over a base in 4 bits takes the least memory."
             )
 
 
@@ -395,7 +391,51 @@ class HybridSFTTrainer(TRLTrainerMixin, SFTTrainer):  # ty: ignore[incompatible-
         return self._prepare_dataset(dataset, *options, "probe")
 
 
-class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-method-override]
+if TYPE_CHECKING:
+    _OfReference = DPOTrainer  # what the mixin reads is in `KTOTrainer` too
+else:
+    _OfReference = object
+
+IN_TURN = "layers are streamed (`memory`), and a comparison within a pass would fetch them out of turn"
+"""Why rows do not share where a pass of several micro-batches waits at each layer."""
+
+
+class ReferenceMixin(_OfReference):
+    """Common part of trainers that compare a policy with a reference, which is evaluated where the plan has it."""
+
+    args: DPOConfig
+    rows: Any
+    memory: Any
+    _memory_option: str
+    _memory_is_planned: bool
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.memory.streams and self.rows.reason_plain is None:
+            self.rows.reason_plain = IN_TURN
+        if self._memory_option != "off" and self.precompute_ref_logps:
+            args, train, evals = self.args, self.train_dataset, self.eval_dataset
+            size = args.precompute_ref_batch_size
+            self.train_dataset = self._precompute_ref_logps(train, "train", size or args.per_device_train_batch_size)
+            of_evals = functools.partial(self._precompute_ref_logps, batch_size=size or args.per_device_eval_batch_size)
+            if isinstance(evals, dict):
+                self.eval_dataset = {name: of_evals(dataset, name) for name, dataset in evals.items()}
+            elif evals is not None:
+                self.eval_dataset = of_evals(evals, "eval")
+
+    def _precompute_ref_logps(self, dataset, name, batch_size):
+        if self._memory_option != "off" and not self._memory_is_planned:
+            return dataset  # it is computed when the models are where they compute
+        with self.memory.running():
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    def compute_ref_log_probs(self, model, inputs):
+        inputs = send_to_device(inputs, self.args.device)
+        with self.rows.on(self.accelerator.unwrap_model(model)):
+            return super().compute_ref_log_probs(model, inputs)
+
+
+class HybridDPOTrainer(ReferenceMixin, TRLTrainerMixin, DPOTrainer):
     """
     Drop-in for [`~trl.DPOTrainer`] that trains in phases, as [`HybridTrainer`] does. It computes a prompt once for both
     of its completions (`share_rows`).
@@ -475,10 +515,6 @@ class HybridDPOTrainer(TRLTrainerMixin, DPOTrainer):  # ty: ignore[incompatible-
         # TRL has it on the host, for its log.
         accuracies = self._metrics["train"][ACCURACIES][-self.current_gradient_accumulation_steps :]
         return sum(accuracies) / len(accuracies) if accuracies else None
-
-    def compute_ref_log_probs(self, model, inputs):
-        with self.rows.on(self.accelerator.unwrap_model(model)):
-            return super().compute_ref_log_probs(model, inputs)
 
     def _prepare_probe_set(self, dataset):
         dataset: Any = self._prepare_dataset(dataset, self.processing_class, self.args, "probe")

@@ -1348,9 +1348,22 @@ def rows_in_one_call(place: Place) -> dict[str, Tensor]:
     return found
 
 
-def dpo(place: Place, **options) -> dict[str, Tensor]:
-    """TRL's preference optimisation with a reference model."""
+def peak_of(place: Place, trainer: HybridTrainer, train: Callable[[], Any]) -> Any:
+    """Train, and note the peak of the device and that of the plan."""
+    if not (place.on_device and trainer.memory.streams):
+        return train()
+    torch.cuda.reset_peak_memory_stats()
+    found = train()
+    plan = trainer.memory.plan
+    planned = plan.peak_device_bytes - plan.setup.workspaces(True)  # which the simulated device does not have
+    place.facts["peak"] = torch.cuda.max_memory_allocated(), planned
+    return found
+
+
+def dpo(place: Place, *, lora: bool = False, layers: int = 2, width: int = 16, **options) -> dict[str, Tensor]:
+    """TRL's preference optimisation with a reference model, or with adapters and their base as reference."""
     import datasets
+    from trl.trainer import utils
 
     from hf_hybrid import HybridDPOConfig, HybridDPOTrainer
 
@@ -1358,14 +1371,19 @@ def dpo(place: Place, **options) -> dict[str, Tensor]:
     options = {
         "bf16": False, "max_length": 32, "learning_rate": 1e-3, "gradient_accumulation_steps": 1, **options,
     }  # fmt: skip
-    made, reference = (model(layers=2, vocab_size=320) for _ in range(2))
+    if not place.on_device:
+        options = {name: value for name, value in options.items() if name not in STREAMED}
+    made, reference = (model(layers=layers, width=width, vocab_size=320) for _ in range(2))
     trainer = HybridDPOTrainer(
-        made, ref_model=reference, args=place.config(HybridDPOConfig, **options),
+        adapted(made) if lora else made, ref_model=None if lora else reference,
+        args=place.config(HybridDPOConfig, **options),
         train_dataset=datasets.Dataset.from_list(pairs), processing_class=tokenizer(),
     )  # fmt: skip
-    trained(place, trainer)
+    with patched(vars(utils), "_CHUNKED_LOGPROB_CHUNK_SIZE", 320):  # of a vocabulary that fills TRL's tiles
+        peak_of(place, trainer, partial(trained, place, trainer))
     merged = trainer.hybrid_summary()["micro_batches_saved"]
-    assert bool(merged) == (place.on_device and trainer.args.gradient_accumulation_steps > 1)
+    shares = place.on_device and not trainer.memory.streams
+    assert bool(merged) == (shares and trainer.args.gradient_accumulation_steps > 1)
     place.facts |= told_by(trainer)
     return weights_of(trainer)
 
@@ -1376,6 +1394,53 @@ SCENARIOS["dpo"] = Scenario(
 SCENARIOS["dpo_without_leaps"] = Scenario(
     partial(dpo, enable_predict=True, gradient_accumulation_steps=2), keeps_model=True, tolerance=1e-5, stops=0
 )
+
+
+DPO_STREAMED = {**STREAM, "layers": 4, "width": 256, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+SCENARIOS["dpo_streamed"] = Scenario(partial(dpo, **DPO_STREAMED), tolerance=1e-5)
+SCENARIOS["dpo_streamed_by_micro_batch"] = Scenario(
+    partial(dpo, **DPO_STREAMED, accumulation_walk="micro_batch"), tolerance=1e-5
+)
+SCENARIOS["dpo_streamed_lora"] = Scenario(partial(dpo, **DPO_STREAMED, lora=True), tolerance=1e-5)
+SCENARIOS["dpo_streamed_precomputed"] = Scenario(
+    partial(dpo, **DPO_STREAMED, lora=True, precompute_ref_log_probs=True), tolerance=1e-5
+)
+
+
+def distilled(place: Place, teachers: int, **options) -> dict[str, Tensor]:
+    """A student learns from teachers that are twice as deep as it is."""
+
+    class Learns(HybridTrainer):
+        def __init__(self, *args, teachers, **given):
+            self.teachers = teachers
+            super().__init__(*args, **given)
+
+        def compute_loss(self, model, inputs, *args, **given):
+            found, inputs = super().compute_loss(model, inputs, *args, **given), dict(inputs)
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits.log_softmax(-1)
+            for teacher in self.teachers:
+                with torch.no_grad():
+                    of_teacher = teacher(**inputs).logits.softmax(-1)
+                found = found - 1e-3 * (of_teacher * logits)[labels != -100].sum()
+            return found
+
+    if not place.on_device:
+        options = {name: value for name, value in options.items() if name not in STREAMED}
+    of_teachers = [model(layers=8, width=32, seed=seed + 1).requires_grad_(False) for seed in range(teachers)]
+    for teacher in of_teachers if not options.get("memory") else ():
+        teacher.to(place.config().device)
+    trainer = Learns(
+        model(layers=4, width=32), place.config(**options), data_collator=padded, train_dataset=rows(),
+        teachers=of_teachers,
+    )  # fmt: skip
+    found = peak_of(place, trainer, partial(trained, place, trainer))
+    place.facts |= told_by(trainer)
+    return found
+
+
+for _teachers in (1, 4):
+    SCENARIOS[f"teachers_{_teachers}"] = Scenario(partial(distilled, teachers=_teachers, **STREAM), tolerance=1e-5)
 
 
 def grpo(place: Place, ends: int = 60, beginning: str = "", made=None, **options) -> dict[str, Tensor]:
@@ -1440,6 +1505,10 @@ SCENARIOS["grpo_long"] = Scenario(partial(grpo, max_completion_length=40, ends=2
 SCENARIOS["grpo_tree"] = Scenario(partial(grpo, beginning="Of all that can be said: " * 3), **{**ROLLED, "stops": 2})
 """Prompts share enough to be computed as a tree."""
 SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), **ROLLED)
+SCENARIOS["grpo_streamed"] = Scenario(
+    lambda place: grpo(place, **(STREAM if place.on_device else {"rollouts": "off"})), tolerance=1e-5, keeps_model=True
+)
+"""Completions are those of `generate`: a layer comes in for each token of all rows. TRL keeps the last ones."""
 SCENARIOS["grpo_rewards_first"] = Scenario(partial(grpo, steps_per_generation=4), **{**ROLLED, "stops": 5})
 """Log-probabilities are computed in micro-batches, each of which is copied to the host."""
 
@@ -1602,6 +1671,7 @@ class Lines(logging.Handler):
 SLOW = (
     "activations_offloaded", "activations_offloaded_with_leaps", "all_resident", "bf16_by_micro_batch", "bf16_copies",
     "bf16_no_accumulation", "bf16_of_a_device_model", "by_micro_batch_more", "checkpointed", "dpo", "dropout",
+    "dpo_streamed_by_micro_batch", "dpo_streamed_precomputed",
     "eight_bit", "eight_bit_by_micro_batch", "eight_bit_more", "ends_streamed_tied", "fast_streamed",
     "fetched_far_ahead", "graphs_by_micro_batch", "graphs_eight_bit_bf16", "graphs_in_backward", "graphs_lora_int8",
     "grpo_long", "grpo_more", "grpo_rewards_first", "in_backward_alone",

@@ -301,6 +301,20 @@ def test_what_a_plan_counts_of_pictures_is_there(name, results):
     assert held == pytest.approx(planned, rel=0.05)
 
 
+@pytest.mark.parametrize("name", marked(["dpo_streamed_lora", "teachers_1", "teachers_4"]))
+def test_what_a_plan_counts_of_evaluated_models_is_there(name, results):
+    held, planned = results.of(name)["facts"]["peak"]
+    assert held == pytest.approx(planned, rel=0.05)
+
+
+@needs("teachers_1", "teachers_4")
+def test_four_teachers_have_the_peak_of_one(results):
+    """Layers of all of them come in through the same slots; their embeddings stay."""
+    one, four = (results.of(name)["facts"]["peak"][0] for name in ("teachers_1", "teachers_4"))
+    embeddings = 4 * 64 * 32
+    assert four - one <= 3 * embeddings + 4096, (one, four)
+
+
 @needs("profiled")
 def test_the_profiler_reads_allocator_and_driver(results):
     record = results.of("profiled")["facts"]["records"][-1]

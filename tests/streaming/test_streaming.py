@@ -644,6 +644,22 @@ def test_weights_travel_twice_per_step_but_where_a_pass_turns_round(tmp_path, tr
     assert steps == [[1, 1, 2, 2, 1, 1]] * 4
 
 
+def test_passes_that_begin_anew_find_the_first_layers(tmp_path, train_set):
+    """As those for the tokens of a completion: the layer whose last use is longest ago is needed next."""
+    model = tiny_model(num_hidden_layers=6)
+    model.model.layers.requires_grad_(False)
+    trainer = make_streamed(tmp_path, train_set, model, resident_layers=2)  # and two slots for those that travel
+    batch, loads = {"input_ids": torch.arange(8)[None]}, []
+    with trainer.memory.running(), torch.no_grad():
+        expected, _ = trainer.memory.streamer.copies_of_a_pass()
+        for _ in range(4):
+            before = trainer.memory.streamer.transfers.bytes_in
+            trainer.model(**batch)
+            loads.append(trainer.memory.streamer.transfers.bytes_in - before)
+    layer = trainer.memory.streamer.layers[0].storage.packed_bytes
+    assert loads[0] == 6 * layer and expected == 4 * layer and all(0 < load <= expected for load in loads[1:])
+
+
 def test_no_more_layers_are_kept_than_there_are(tmp_path, train_set):
     """Each layer that is kept or fetched ahead takes a buffer, so that 10^9 of them would never be made."""
     trainer = make_streamed(tmp_path, train_set, resident_layers=10**9, prefetch_layers=10**9)

@@ -849,7 +849,7 @@ REFUSED = {
     "a gain": ({"leap_gain": 2.0}, "`leap_gain=2.0` does not work"),
     "a preset": ({"preset": "aggressive"}, "`preset=aggressive` does not work"),
     "rescue": ({"auto_lr": "on"}, "`auto_lr=on` does not work"),
-    "streaming": ({"memory": "stream"}, "`memory=stream` does not work"),
+    "phases": ({"predict_states": "host"}, "`predict_states` follows the phases"),
     "divergence": ({"divergence_threshold": 3.0}, "`divergence_threshold=3.0` does not work"),
     "chunks": ({"chunked_loss": "on"}, "`chunked_loss=on` changes the head of the model"),
     "a word": ({"exact_skips": "on"}, "`exact_skips` must be one of auto, off"),
@@ -880,8 +880,8 @@ def test_saves_wait_and_memory_is_profiled_if_asked(trainer, tmp_path, caplog):
 
 def test_every_group_of_options_is_taken_or_refused():
     """A new group has to be looked at: whether its options work where completions are generated."""
-    works = ("Exact skips", "Running out of memory", "Checkpoints", "Forecast", "Samples", "Memory profile")
-    beside = {"enable_predict", "preset", "muon_momentum", "optimizer_states"}
+    works = ("Exact skips", "Memory", "Running out of memory", "Checkpoints", "Forecast", "Samples", "Memory profile")
+    beside = {"enable_predict", "preset", "muon_momentum"}
     known = {option.name for option in dataclasses.fields(HybridArguments)}
     assert known == {*options_of(*works), *_OF_LEAPS, *beside}
 

@@ -568,7 +568,6 @@ def test_a_config_is_read_back(tmp_path):
         ),
         (HybridSFTConfig, {"base_precision": "int8"}, "`base_precision=int8` is for streamed layers"),
         (HybridSFTConfig, {"chunked_loss": "on"}, "`chunked_loss=on` changes the head.*in chunks already"),
-        (HybridDPOConfig, {"memory": "stream"}, "`memory=stream` streams the layers of one model"),
         (
             HybridDPOConfig,
             {"sync_ref_model": True, "direction": "orthogonal"},

@@ -46,6 +46,17 @@ def train(kind, folder, share=0.5, resume=None, **options):
     return trainer, engine
 
 
+def test_layers_are_streamed_while_vllm_samples(tmp_path):
+    """The engine gets the weights that lie on the host, after updates that are put off."""
+    streamed = {"memory": "stream", "resident_layers": 0}
+    (theirs, their_engine), (ours, engine) = (
+        train(kind, tmp_path, **options) for kind, options in zip(GRPO, ({}, streamed))
+    )
+    assert ours.memory.streams and engine.synchronised == their_engine.synchronised > 1
+    assert distance(weights(theirs.model), weights(ours.model)) <= 1e-6
+    assert distance(engine.loaded, their_engine.loaded) <= 1e-6
+
+
 def check(kinds, folder, share=0.5, *, skips=("rows_skipped",), agent=dict, **options):
     """
     Train TRL's trainer and ours, with shared rows. Return both trainers and our engine.

@@ -1,0 +1,339 @@
+"""Every trainer of TRL with streamed layers: the weights of TRL's resident run, to the last bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import assert_same_weights, mostly_slow, weights
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from rig.rollouts import TOKENIZER  # noqa: E402
+from rig.rollouts import reward as reward_of_text  # noqa: E402
+from rig.tiny_architectures import build_model  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    TrainerCallback,
+)
+from trl import (  # noqa: E402
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
+from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
+from trl.experimental.gkd import GKDConfig, GKDTrainer  # noqa: E402
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
+from trl.experimental.tpo import TPOConfig, TPOTrainer  # noqa: E402
+
+from hf_hybrid import (  # noqa: E402
+    HybridDPOConfig,
+    HybridDPOTrainer,
+    HybridGRPOConfig,
+    HybridGRPOTrainer,
+    HybridKTOTrainer,
+    HybridRewardTrainer,
+    HybridRLOOConfig,
+    HybridRLOOTrainer,
+    hybrid_config,
+)
+from hf_hybrid.build import estimator_for  # noqa: E402
+from hf_hybrid.trainer import HybridTrainerMixin  # noqa: E402
+
+LAYERS = 4
+OURS = {
+    DPOTrainer: HybridDPOTrainer,
+    KTOTrainer: HybridKTOTrainer,
+    RewardTrainer: HybridRewardTrainer,
+    GRPOTrainer: HybridGRPOTrainer,
+    RLOOTrainer: HybridRLOOTrainer,
+}
+CONFIGS = {GRPOConfig: HybridGRPOConfig, RLOOConfig: HybridRLOOConfig, DPOConfig: HybridDPOConfig}
+
+
+def words(seed, count):
+    draw = torch.Generator().manual_seed(seed)
+    return " ".join("abcdefgh"[int(torch.randint(8, (1,), generator=draw))] * (1 + n % 3) for n in range(count))
+
+
+PAIRS = [
+    {"prompt": words(n, 4 + n % 5), "chosen": " " + words(n + 50, 2 + n % 7), "rejected": " " + words(n + 90, 3)}
+    for n in range(16)
+]
+JUDGED = [
+    {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+    for pair in PAIRS
+    for side in ("chosen", "rejected")
+]
+TRIPLES = [{**pair, "reference": words(n + 30, 4 + n % 5)} for n, pair in enumerate(PAIRS)]
+COMPLETED = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
+CHATS = [
+    {"messages": [{"role": "user", "content": p["prompt"]}, {"role": "assistant", "content": p["chosen"]}]}
+    for p in PAIRS
+]
+PROMPTS = [{"prompt": f"hard {n}"} for n in range(16)]
+ROLLOUTS = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+
+
+def model(kind=LlamaForCausalLM, seed=0, layers=LAYERS, **config):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
+    ids = {"vocab_size": len(TOKENIZER), "pad_token_id": TOKENIZER.pad_token_id, "num_labels": 1, "eos_token_id": 1}
+    made = kind(LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=False, **ids, **config))
+    for parameter in made.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+def judge():
+    return model(LlamaForSequenceClassification, seed=5)
+
+
+TRAINERS = {
+    "dpo": (DPOTrainer, DPOConfig, PAIRS, LlamaForCausalLM, {"ref_model": {"seed": 1}}, {}),
+    "kto": (KTOTrainer, KTOConfig, JUDGED, LlamaForCausalLM, {"ref_model": {"seed": 1}}, {}),
+    "reward": (RewardTrainer, RewardConfig, PAIRS, LlamaForSequenceClassification, {}, {}),
+    "cpo": (CPOTrainer, CPOConfig, PAIRS, LlamaForCausalLM, {}, {}),
+    "orpo": (ORPOTrainer, ORPOConfig, PAIRS, LlamaForCausalLM, {}, {}),
+    "tpo": (TPOTrainer, TPOConfig, TRIPLES, LlamaForCausalLM, {}, {}),
+    "distillation": (
+        DistillationTrainer, DistillationConfig, COMPLETED, LlamaForCausalLM,
+        {"teacher_model": {"seed": 1, "layers": 2 * LAYERS}}, {"max_completion_length": 6},
+    ),
+    "gkd": (
+        GKDTrainer, GKDConfig, CHATS, LlamaForCausalLM,
+        {"teacher_model": {"seed": 1, "layers": 2 * LAYERS}}, {"max_new_tokens": 6, "lmbda": 0.5},
+    ),
+    "grpo": (GRPOTrainer, GRPOConfig, PROMPTS, LlamaForCausalLM, {}, ROLLOUTS),
+    "rloo": (RLOOTrainer, RLOOConfig, PROMPTS, LlamaForCausalLM, {}, ROLLOUTS),
+}  # fmt: skip
+REFERENCES = {"grpo", "rloo"}
+"""They load their reference by its name."""
+
+
+def made(name, folder, streamed, *, peft_config=None, config=None, others=None, policy=None, **options):
+    trainer_class, config_class, rows, kind, beside, own = TRAINERS[name]
+    values = {
+        "max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.1,
+        "optim": "adamw_torch", "report_to": "none", "use_cpu": True, "save_strategy": "no", "logging_steps": 1,
+        "bf16": False, "disable_tqdm": True, "seed": 1, **own, **options,
+    }  # fmt: skip
+    if streamed:
+        config_class = CONFIGS.get(config_class) or hybrid_config(config_class)
+        trainer_class = OURS.get(trainer_class) or type(f"Hybrid{name}", (HybridTrainerMixin, trainer_class), {})
+        phases = {} if name in ("grpo", "rloo") else {"enable_predict": False}
+        values = {"memory": "stream", "resident_layers": 0, **phases, **values}
+    policy = policy or model(kind, **(config or {}))
+    keywords = {other: model(**given) for other, given in beside.items()} if others is None else others
+    if peft_config is not None or "precompute_ref_log_probs" in options:
+        keywords.pop("ref_model", None)
+    if name in REFERENCES:
+        path = str(folder.parent / "policy")
+        model(kind, **(config or {})).save_pretrained(path)
+        policy = kind.from_pretrained(path)
+        keywords["reward_funcs"] = [reward_of_text, judge()]
+        keywords["reward_processing_classes"] = [None, TOKENIZER]
+    if name == "gkd":
+        TOKENIZER.chat_template = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] }}{% endfor %}"
+    return trainer_class(
+        model=policy,
+        args=config_class(str(folder), **values),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=TOKENIZER,
+        peft_config=peft_config,
+        **keywords,
+    )
+
+
+def trained(*args, resume=None, **options):
+    trainer = made(*args, **options)
+    torch.manual_seed(7)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def lora(**options):
+    return LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, **options)
+
+
+def check_same(theirs, ours):
+    assert losses(ours) == losses(theirs) and len(losses(ours)) == theirs.state.max_steps
+    assert_same_weights(weights(ours.model), weights(theirs.model))
+    return ours.memory_summary()["statistics"]
+
+
+@pytest.mark.parametrize("name", mostly_slow(TRAINERS, ["dpo", "distillation", "grpo"]))
+def test_weights_are_those_of_trl(name, tmp_path, caplog):
+    theirs, ours = (trained(name, tmp_path / str(streamed), streamed) for streamed in (False, True))
+    found = check_same(theirs, ours)
+    assert found["streamed_units"] == LAYERS and found["loads"] > 3 * LAYERS
+    assert ours.memory.window.by_layer and "micro-batch by micro-batch" not in caplog.text
+
+
+def loads_per_window(trainer, steps=3):
+    """Copies of a layer in an optimizer step: of the policy and of models that are evaluated, from the second on."""
+    counts = []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            found = trainer.memory.statistics()
+            counts.append((found["loads"], found.get("evaluated", {}).get("loads", 0)))
+
+    trainer.add_callback(Count())
+    torch.manual_seed(7)
+    trainer.train()
+    return [(after - before) for before, after in zip(counts[1], counts[2])]
+
+
+CASES = {
+    "adapters": {"peft_config": lora},
+    "adapters, a trained copy of the embeddings": {"peft_config": lambda: lora(modules_to_save=["embed_tokens"])},
+    "precomputed": {"precompute_ref_log_probs": True},
+    "adapters, precomputed": {"peft_config": lora, "precompute_ref_log_probs": True},
+    "reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2},
+    "losses": {"loss_type": ["ipo", "sft", "apo_zero"], "loss_weights": [1.0, 0.5, 0.3]},
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, ["adapters", "precomputed"]))
+@pytest.mark.parametrize("walk", ["layer", "micro_batch"])
+def test_preference_pairs(case, walk, tmp_path):
+    options = {name: value() if callable(value) else value for name, value in CASES[case].items()}
+    theirs = trained("dpo", tmp_path / "theirs", False, gradient_accumulation_steps=2, **options)
+    options = {name: value() if callable(value) else value for name, value in CASES[case].items()}
+    own = {"gradient_accumulation_steps": 2, "accumulation_walk": walk}
+    ours = made("dpo", tmp_path / "ours", True, **own, **options)
+    policy, reference = loads_per_window(ours)
+    check_same(theirs, ours)
+    passes = 2 if walk == "micro_batch" else 1
+    precomputed = "precompute_ref_log_probs" in options
+    # Two slots hold the layers at which a pass turns round, and those that the next begins with.
+    adapters = "peft_config" in options
+    assert policy <= passes * LAYERS * (2 + (adapters and not precomputed))
+    assert reference == (0 if adapters or precomputed else passes * LAYERS)
+
+
+def test_adapters_that_are_trained_on_have_a_copy_as_reference(tmp_path):
+    """TRL exchanges the active adapter around the pass of the reference, inside of each micro-batch."""
+    start = get_peft_model(model(), lora(init_lora_weights=False))
+    start.save_pretrained(tmp_path / "adapter")
+
+    def policy():
+        return PeftModel.from_pretrained(model(), tmp_path / "adapter", is_trainable=True)
+
+    theirs = trained("dpo", tmp_path / "theirs", False, policy=policy(), others={})
+    ours = trained("dpo", tmp_path / "ours", True, policy=policy(), others={})
+    assert "ref" in ours.model.peft_config
+    check_same(theirs, ours)
+    assert ours.model.active_adapter == theirs.model.active_adapter == "default"
+
+
+ARCHITECTURES = (
+    "llama", "qwen3_moe", "qwen3_next", "mixtral", "gemma3_text", "gpt2", "gpt_neox", "phi3", "lfm2", "bamba",
+    "mamba2", "deepseek_v3", "gpt_oss",
+)  # fmt: skip
+TIED = {"gemma3_text", "gpt2", "lfm2"}
+"""Embeddings and head add up their gradients in another order."""
+
+
+@pytest.mark.parametrize("kind", mostly_slow(ARCHITECTURES, ["qwen3_moe", "bamba"]))
+def test_architectures(kind, tmp_path, caplog):
+    """A mixture's loss reads router logits, which hooks take out of layers: its micro-batches are walked one by one."""
+    runs = [
+        trained(
+            "dpo", tmp_path / str(streamed), streamed, policy=build_model(kind), learning_rate=1e-2, max_steps=2,
+            others={"ref_model": build_model(kind, 1)}, per_device_train_batch_size=1,
+        )
+        for streamed in (False, True)
+    ]  # fmt: skip
+    theirs, ours = (weights(trainer.model) for trainer in runs)
+    assert all(torch.allclose(theirs[n], ours[n], rtol=0, atol=2e-5 if kind in TIED else 0) for n in theirs)
+    assert ours.keys() == theirs.keys() and runs[1].memory.statistics()["evaluated"]["loads"] > 0
+    assert runs[1].memory.window.by_layer == ("router" not in caplog.text)
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    options = {"peft_config": lora(), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trained("dpo", tmp_path / "whole", True, **options)
+    options |= {"peft_config": lora(), "resume": str(tmp_path / "whole" / "checkpoint-2")}
+    resumed = trained("dpo", tmp_path / "resumed", True, **options)
+    assert_same_weights(weights(resumed.model), weights(whole.model))
+
+
+@pytest.mark.parametrize("name", ["dpo", "distillation"])
+def test_memory_runs_out_in_the_pass_of_a_model_that_is_evaluated(name, tmp_path):
+    """The window is computed again, in parts: its update is that of the whole micro-batches."""
+    options = {"max_grad_norm": 0.0, "optim": "sgd", "max_steps": 2}
+    theirs, ours = trained(name, tmp_path / "theirs", False, **options), made(name, tmp_path / "ours", True, **options)
+    other, failed = ours.ref_model if name == "dpo" else ours.teacher_model, []
+
+    def fail(layer, args):
+        if len(failed) < 1 and ours.state.global_step == 1:
+            failed.append(1)
+            raise torch.OutOfMemoryError("planted")
+
+    other.model.layers[2].mlp.register_forward_pre_hook(fail)
+    torch.manual_seed(7)
+    ours.train()
+    assert failed and [event["action"] for event in ours.hybrid_summary()["out_of_memory"]]
+    pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
+    assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
+
+
+def budget(trainer, mode):
+    """A budget in GiB that a plan of this kind needs, and hardly more."""
+    estimator, setup = estimator_for(trainer, None)
+    setup = replace(setup, vram=None, evaluated_on_host=mode != "resident", kept_graphs=0)
+    plan = estimator.streamed(setup, 0, False) if mode == "streamed" else estimator.lightest(setup)
+    return 1.001 * plan.peak_device_bytes / 2**30
+
+
+def test_auto_streams_what_has_to_be(tmp_path):
+    """All on the device, then the layers of models that are evaluated on the host, then all layers."""
+    deep = {"config": {"layers": 12}, "per_device_train_batch_size": 1}
+    asked = made("dpo", tmp_path, True, memory="auto", resident_layers=None, **deep)
+    theirs = trained("dpo", tmp_path / "theirs", False, **deep)
+    for mode in ("resident", "evaluated", "streamed"):
+        options = {"memory": "auto", "resident_layers": None, "vram_budget_gib": budget(asked, mode), **deep}
+        ours = trained("dpo", tmp_path / mode, True, share_rows="off", **options)
+        assert ours.memory.streams == (mode == "streamed") and (ours.memory.evaluated is None) == (mode == "resident")
+        assert_same_weights(weights(ours.model), weights(theirs.model))
+        assert mode == "resident" or ours.memory.statistics()["evaluated"]["loads"] > 0
+
+
+def test_what_is_trained_is_not_streamed_as_evaluated(tmp_path):
+    """A second model with an optimizer of the user's, whose loss nobody knows."""
+
+    class Two(HybridTrainerMixin, RewardTrainer):
+        def __init__(self, *args, other, **given):
+            self.other = other
+            super().__init__(*args, **given)
+
+        def compute_loss(self, model, inputs, *args, **given):
+            return super().compute_loss(model, inputs, *args, **given)
+
+    args = hybrid_config(RewardConfig)(str(tmp_path), memory="stream", enable_predict=False, use_cpu=True, bf16=False)
+    rows = Dataset.from_list(PAIRS)
+    for frozen in (False, True):
+        other = judge().requires_grad_(not frozen)
+        trainer = Two(judge(), args, train_dataset=rows, processing_class=TOKENIZER, other=other)
+        assert (trainer.memory.evaluated is None) == (not frozen)
+        assert all(parameter.requires_grad != frozen for parameter in other.parameters())
