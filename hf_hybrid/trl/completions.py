@@ -492,7 +492,7 @@ def complete(
             break
         if go_on < len(tokens) and (stay := passes.rows_for(len(tokens), go_on, most - length)) < len(tokens):
             rows.write_into(*whole)
-            # Those that go on have the longest completions. Then come those that ended last: they say how long TRL's are.
+            # Those that go on have the longest completions. Next come those that ended last: TRL's are so long.
             order = (2 * rows.lengths + rows.active).argsort(descending=True, stable=True)
             kept, gone = order.tensor_split([stay])
             if turns is not None:
