@@ -11,8 +11,9 @@ fail; the environment keeps a total, from which it answers and gives the reward.
 (small models: with one token of twelve), and a conversation with a turn without a call, after seven calls, or at 500
 tokens.
 
-Both trainers train in turn on the same prompts, two steps of two with four completions each (SmolLM2: one of one), fp32, SGD, one thread. `generation` are the CPU seconds of all turns.
-Completions, masks of tools and rewards are compared, and the weights at the end.
+Both trainers train in turn on the same prompts, two steps of two with four completions each (SmolLM2: one of one),
+fp32, SGD, one thread. `generation` are the CPU seconds of all turns. Completions, masks of tools and rewards are
+compared, and the weights at the end.
 """
 
 from __future__ import annotations
