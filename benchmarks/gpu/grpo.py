@@ -6,6 +6,9 @@ of the prompts are easy: their completions earn the same reward, so they have no
 ids end a completion. A bias on their logits gives completions a mean length of `--mean` tokens, where they are not cut
 at `--tokens`. The bias is `sequence_bias` of the generation config, which all arms sample with.
 
+With `--turns N` a completion has so many turns of at most `--tokens`, between which a `rollout_func` adds `ANSWER`
+tokens that a tool might answer. A turn goes on from the keys and values of those before in our arms.
+
     trl              `GRPOTrainer`; none of the arms uses vLLM
     trl_static       with `cache_implementation="static"`
     trl_continuous   with continuous batching of transformers
@@ -24,6 +27,7 @@ import random
 import statistics
 import tempfile
 import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -63,21 +67,37 @@ ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "hybrid_eager": (HybridGRPOTrainer, HybridGRPOConfig, {"rollouts": "off"}),
     "hybrid_peft": (HybridGRPOTrainer, HybridGRPOConfig, {}),
 }
+ANSWER = 64
 COUNTS = (
-    "rows", "rows_skipped", "rows_decoded_saved", "prompt_tokens_shared", "tokens_shared",
-    "every_row_because", "plain_rollouts_because", "plain_rows_because",
+    "rows", "rows_skipped", "rows_decoded_saved", "prompt_tokens_computed", "prompt_tokens_shared",
+    "bytes_between_turns", "tokens_shared", "every_row_because", "plain_rollouts_because", "plain_rows_because",
 )  # fmt: skip
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=256, help="Tokens of a prompt.")
     parser.add_argument("--tokens", type=int, default=128, help="Most tokens of a completion.")
+    parser.add_argument("--turns", type=int, default=1, help="Turns of a completion.")
     parser.add_argument("--mean", type=int, default=150, help="Mean length of a completion that is not cut.")
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     length, tokens = scaled(args.shape, args.length), scaled(args.shape, args.tokens)
-    return [{"shape": args.shape, "kind": f"{length} + {tokens}", "length": length, "tokens": tokens}]
+    kind = f"{length} + {tokens}" + (f" x {args.turns}" if args.turns > 1 else "")
+    return [{"shape": args.shape, "kind": kind, "length": length, "tokens": tokens}]
+
+
+def talk(prompts: list[str], trainer: Any, turns: int, answer: int) -> dict[str, Any]:
+    """A `rollout_func`: conversations of so many turns, and as many tokens of an answer between two of them."""
+    first = trainer._tokenize_prompts(prompts)[0]
+    rows, masks = [*first], [list[int]() for _ in first]
+    for turn in range(turns):
+        for number, completion in enumerate(trainer._generate_single_turn(rows, None, {}, 1)[0]):
+            told = [3 + (7 * number + place) % 90 for place in range(answer)] if turn + 1 < turns else []
+            rows[number] = rows[number] + completion + told
+            masks[number] += [1] * len(completion) + [0] * len(told)
+    completions = [row[len(prompt) :] for row, prompt in zip(rows, first)]
+    return {"prompt_ids": first, "completion_ids": completions, "logprobs": None, "env_mask": masks}
 
 
 def bias(vocabulary: int, mean: float) -> float:
@@ -170,6 +190,7 @@ def run(case: dict[str, Any], arm: str, args: argparse.Namespace) -> dict[str, A
             train_dataset=Dataset.from_dict(rows),
             processing_class=tokenizer(args.shape),
             peft_config=ADAPTERS,
+            rollout_func=partial(talk, turns=args.turns, answer=scaled(args.shape, ANSWER)) if args.turns > 1 else None,
         )
         parts = Parts(trainer, args.profile)
         trainer.add_callback(parts)

@@ -230,8 +230,8 @@ class Buffers:
         self._adapts = contextlib.nullcontext if adapters is None else adapters.computing
         self.rows, self.length, self.graphs = len(prefilled.logits), length, dict[tuple[int, int], CapturedPass]()
         self.columns, self.stays = length, False
-        self.held = self.longest = 0
-        """Columns with tokens, and those at the end of the longest possible completion."""
+        self.held = self.longest = self.width = 0
+        """Columns with tokens, those at the end of the longest possible completion, and those of prompts."""
         self.device = device = prefilled.logits.device
         self.with_state: list[Any] = [None for _ in prefilled.cache.layers]  # layers of a cache, or `None`
         attending = attending_layers(prefilled)
@@ -256,7 +256,7 @@ class Buffers:
     def fill(self, generation: Generation, prefilled: Prefilled) -> None:
         """Write the prompts of all rows, the first of the buffers."""
         count, width, inputs = len(prefilled.logits), prefilled.width, generation.inputs
-        self.held, self.longest = width, longest_of(generation, prefilled)
+        self.held, self.longest, self.width = width, longest_of(generation, prefilled), width
         taken = filter(None, map(prefilled.take, prefilled.cache.layers))
         for (keys, values), (of_keys, of_values) in zip(self.layers, taken, strict=True):
             keys[:count, :, :width], values[:count, :, :width] = of_keys, of_values
@@ -318,6 +318,10 @@ class Buffers:
         if self.positions is not None:
             self.positions += 1
         return logits
+
+    def decoded(self) -> list[tuple[Tensor, Tensor]]:
+        computed = slice(self.width, self.held)
+        return [(keys[:, :, computed], values[:, :, computed]) for keys, values in self.layers]
 
     @contextlib.contextmanager
     def _refusing(self) -> Generator[None]:
@@ -475,12 +479,8 @@ def bytes_of(prefilled: Prefilled, length: int) -> int:
     return rows * (of_a_token * length + 2 * of_states)
 
 
-def _identity(generation: Generation) -> Any:
-    """
-    What a graph depends on beside the values of its buffers and of the weights, compared by `==`: where the weights
-    are, which adapters are active and how strong, how modules compute, and what else the model is given.
-    """
-    model = generation.model
+def identity_of(model: Any) -> Any:
+    """Where the weights of a model are, which adapters are active and how strong, and how modules compute."""
     device = model.device.type
     adapters = [
         (tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters), scaling.copy())
@@ -497,6 +497,13 @@ def _identity(generation: Generation) -> Any:
         model.training,
         model.config._attn_implementation,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-        None if (positions := generation.inputs.get("position_ids")) is None else positions.shape[:-2],
-        fixed_inputs(generation),
     )
+
+
+def _identity(generation: Generation) -> Any:
+    """
+    What a graph depends on beside the values of its buffers and of the weights, compared by `==`: the model, and what
+    else it is given.
+    """
+    positions = generation.inputs.get("position_ids")
+    return identity_of(generation.model), None if positions is None else positions.shape[:-2], fixed_inputs(generation)

@@ -143,6 +143,7 @@ class Prefilled:
     slots: Tensor | None  # those of each prompt's tokens in a flat row, [prompts, width]; `None` if prompts are rows
     width: int  # columns of a row
     computed: int  # tokens of prompts that were computed, without padding
+    places: np.ndarray | None = None  # `slots` on the host
 
     def take(self, layer: Any) -> tuple[Tensor, Tensor] | None:
         """
@@ -156,13 +157,18 @@ class Prefilled:
         both: Any = (layer.keys, layer.values)  # `generate` was left to transformers where there are none
         layer.keys = layer.values = None
         if self.slots is not None:
-            heads, slots = both[0].shape[1:3]
-            places = self.slots[:, None] + slots * torch.arange(heads, device=self.slots.device)[:, None]
-            both = [F.embedding(places, states.reshape(-1, states.shape[-1])) for states in both]
+            both = [at_slots(states, self.slots) for states in both]
         return both[0].index_select(0, self.owner), both[1].index_select(0, self.owner)
 
 
 # Caches.
+
+
+def at_slots(states: Tensor, slots: Tensor) -> Tensor:
+    """Return keys or values of a flat row, [1, heads, slots, size], at `slots` of rows: [rows, heads, width, size]."""
+    heads, count = states.shape[1:3]
+    places = slots[:, None] + count * torch.arange(heads, device=slots.device)[:, None]
+    return F.embedding(places, states.reshape(-1, states.shape[-1]))
 
 
 class WholeLayer(DynamicLayer):
@@ -264,7 +270,8 @@ def flat(generation: Generation, tree: Tree, facts: ModelFacts) -> Prefilled:
         Layout.known[layout.number] = layout
         stack.callback(Layout.known.pop, layout.number)
         outputs = model(**inputs, **{CACHE: whole(generation.inputs[CACHE])}, use_cache=True, return_dict=True)
-    return Prefilled(outputs.logits[0].index_select(0, owner), outputs.get(CACHE), owner, places, width, tree.size)
+    logits = outputs.logits[0].index_select(0, owner)
+    return Prefilled(logits, outputs.get(CACHE), owner, places, width, tree.size, slots)
 
 
 def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
@@ -389,6 +396,16 @@ class Passes(Protocol):
         """Compute these tokens, [rows], which follow those computed so far. Return the logits of the next."""
         ...
 
+    def decoded(self) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values of all tokens computed so far, of each layer: [rows, heads, tokens, size]."""
+        ...
+
+
+class Keeps(Protocol):
+    """What keeps rows for later turns (turns.py)."""
+
+    def keep_rows(self, decoded: Sequence[tuple[Tensor, Tensor]], rows: RowsInPass, which: Tensor) -> None: ...
+
 
 @dataclass
 class RowsInPass:
@@ -414,22 +431,21 @@ class RowsInPass:
             tokens.index_copy_(0, self.places, self.tokens)
             chosen.index_copy_(0, self.places, self.chosen)
 
-    def keep(self, count: int) -> Tensor:
-        """Keep so many rows, first of all those that go on. Return which they are."""
-        # Those that go on have the longest completions. Next come those that ended last, which say how long TRL's are.
-        rows = (2 * self.lengths + self.active).argsort(descending=True, stable=True)[:count]
+    def keep(self, rows: Tensor) -> None:
+        """Keep these rows."""
         self.tokens, self.chosen, self.active, self.lengths = (
             states.index_select(0, rows) for states in (self.tokens, self.chosen, self.active, self.lengths)
         )
         self.processors = self.processors.of(rows)
         self.places = rows if self.places is None else self.places.index_select(0, rows)
-        return rows
 
 
-def complete(generation: Generation, prefilled: Prefilled, passes: Passes) -> tuple[Tensor, Tensor, int]:
+def complete(
+    generation: Generation, prefilled: Prefilled, passes: Passes, turns: Keeps | None = None
+) -> tuple[Tensor, Tensor, int]:
     """
-    Complete the rows of a batch. Return their completions, [rows, tokens of the longest], the probability with which
-    each token was drawn, of the same shape, and how many rows all passes for these tokens computed.
+    Complete the rows of a batch, which `turns` keep. Return their completions, [rows, tokens of the longest], the
+    probability with which each token was drawn, of the same shape, and how many rows all passes for these computed.
 
     Raises:
         PlainRolloutsError: If a pass cannot be computed in this way. Tokens may be drawn already.
@@ -476,7 +492,12 @@ def complete(generation: Generation, prefilled: Prefilled, passes: Passes) -> tu
             break
         if go_on < len(tokens) and (stay := passes.rows_for(len(tokens), go_on, most - length)) < len(tokens):
             rows.write_into(*whole)
-            kept = rows.keep(stay)
+            # Those that go on have the longest completions. Next come those that ended last: TRL's are so long.
+            order = (2 * rows.lengths + rows.active).argsort(descending=True, stable=True)
+            kept, gone = order.tensor_split([stay])
+            if turns is not None:
+                turns.keep_rows(passes.decoded(), rows, gone)
+            rows.keep(kept)
             passes.move(kept)
             tokens = tokens.index_select(0, kept)
 
@@ -485,6 +506,8 @@ def complete(generation: Generation, prefilled: Prefilled, passes: Passes) -> tu
     if states is not None:
         states.go_back(length - longest)
     rows.write_into(*whole)
+    if turns is not None:
+        turns.keep_rows(passes.decoded(), rows, torch.arange(len(rows.tokens), device=logits.device))
     tokens, chosen = whole
     return tokens[:, width : width + longest], chosen[:, width : width + longest], sum(computed[: longest - 1])
 
@@ -540,3 +563,7 @@ class GrowingRows:
         inputs = {**self._inputs, **of_rows}
         inputs = self._model.prepare_inputs_for_generation(tokens[:, None], next_sequence_length=1, **inputs)
         return self._model(**inputs, return_dict=True).logits[:, -1]
+
+    def decoded(self) -> list[tuple[Tensor, Tensor]]:
+        layers: list[Any] = [layer for layer in self._cache.layers if isinstance(layer, DynamicLayer)]
+        return [(layer.keys[:, :, self._width :], layer.values[:, :, self._width :]) for layer in layers]

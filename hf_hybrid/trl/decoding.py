@@ -68,9 +68,9 @@ from hf_hybrid.compat import layers_that_keep_nothing
 from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import drop_tensors_of, is_out_of_memory
-from hf_hybrid.rows.facts import ModelFacts
-from hf_hybrid.rows.images import MASK, NAMES, PLACES, SIZES, Images, encoder_of
-from hf_hybrid.rows.tree import Batch
+from hf_hybrid.rows.facts import ModelFacts, window_of
+from hf_hybrid.rows.images import MASK, NAMES, PLACES, SEES, SIZES, encoder_of
+from hf_hybrid.rows.tree import Batch, Tree
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import module_of_user
@@ -81,6 +81,7 @@ from hf_hybrid.trl.completions import (
     Generation,
     GrowingRows,
     PlainRolloutsError,
+    Prefilled,
     Prompts,
     RowwiseProcessors,
     complete,
@@ -88,6 +89,7 @@ from hf_hybrid.trl.completions import (
     padded,
     reason_not_tree,
 )
+from hf_hybrid.trl.turns import Turns, reason_not_in_pieces, structure_of, sums_of
 
 if TYPE_CHECKING:
     from hf_hybrid.phase_memory.adapter_products import AdapterProducts
@@ -111,7 +113,10 @@ KINDS_OF_LAYERS = (
     DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
 )  # fmt: skip
 """Of a cache from which rows can be taken."""
-COUNTS = ("rows_decoded", "rows_decoded_saved", "prompt_tokens_shared")
+COUNTS = (
+    "rows_decoded", "rows_decoded_saved", "prompt_tokens_computed", "prompt_tokens_shared", "turns", "tool_calls",
+    "tool_errors",
+)  # fmt: skip
 
 # What is left to transformers.
 
@@ -229,7 +234,8 @@ class Decoding(Part):
     Samples the completions of a run.
 
     It counts [`COUNTS`], on this process and in training: rows of the forward passes that computed one token of each;
-    those that transformers would compute beside them; and tokens of prompts that it would compute once more. With `off`
+    those that transformers would compute beside them; tokens of prompts that were computed, and those that it would
+    compute once more; rows that were completed, several times where they have turns; and calls of tools. With `off`
     everything is left to transformers, without a word. `tells` says whether this process writes to the log.
     """
 
@@ -239,7 +245,11 @@ class Decoding(Part):
         self.off = off
         self.fallbacks = Fallbacks("Completions are generated as TRL does it (`rollouts`)", tells)
         self.padded = Fallbacks("Prompts of completions are padded rows, and no tree", tells)
+        self.anew = Fallbacks("Each turn is computed with all that came before (`rollouts`)", tells)
         self.captured = Captured()
+        self.turns: Turns | None = None
+        """What is kept of the conversations of a generation batch; `None` if they have one turn, or nothing is."""
+        self._in_pieces = WeakKeyDictionary[Any, tuple[Any, bool]]()  # models, and whether rows outgrew their windows
         self._facts = WeakKeyDictionary[Any, ModelFacts]()
         self.chosen: Tensor | None = None
         """
@@ -321,7 +331,7 @@ class Decoding(Part):
             if images:
                 if (encoder := encoder_of(base_model(model))) is None:
                     raise PlainRolloutsError("the model does not tell where it takes images")
-                coded = Images().coded(encoder, images, coded, causal=False)
+                coded = (self.turns or Turns()).images.coded(encoder, images, coded, causal=False)
                 model_inputs.pop("mm_encoder_outputs", None)  # none: `generate` was given no pixels
             if isinstance(coded, str):
                 raise PlainRolloutsError(coded)
@@ -336,29 +346,63 @@ class Decoding(Part):
         if reason is not None:
             raise PlainRolloutsError(reason)
         tree = prompts.tree_if_worth()
-        facts = None if tree is None else self._facts_of(generation)
-        prefilled = padded(generation) if tree is None or facts is None else flat(generation, tree, facts)
-        if prefilled.cache is None:
-            raise PlainRolloutsError("the model keeps its state to itself")
+        prefilled = None if self.turns is None else self._go_on(self.turns, generation, tree)
+        if prefilled is None:
+            facts = None if tree is None else self._facts_of(generation)
+            prefilled = padded(generation) if tree is None or facts is None else flat(generation, tree, facts)
+            if prefilled.cache is None:
+                raise PlainRolloutsError("the model keeps its state to itself")
+            for layer in prefilled.cache.layers:
+                if isinstance(layer, DynamicLayer) and layer.keys is None:
+                    raise PlainRolloutsError("without images the model leaves layers of its cache empty")
+            if self.turns is not None:
+                self.turns.keep_prompts(prompts, prefilled)
         for name in NAMES:  # images are in the cache
             model_inputs.pop(name, None)
-        for layer in prefilled.cache.layers:
-            if isinstance(layer, DynamicLayer) and layer.keys is None:
-                raise PlainRolloutsError("without images the model leaves layers of its cache empty")
         with model._optimize_model_for_decode():
             if captures:
                 opened = self.captured.passes(generation, prefilled)
             else:
                 opened = contextlib.nullcontext(GrowingRows(generation, prefilled))
             with opened as passes:
-                completions, chosen, computed = complete(generation, prefilled, passes)
+                completions, chosen, computed = complete(generation, prefilled, passes, self.turns)
+        if self.turns is not None:
+            self.turns.note(prompts, completions)
+            self.counts["bytes_between_turns"] = max(self.counts["bytes_between_turns"], self.turns.most_bytes)
         self.chosen = chosen if generation_config.do_sample else None
         if counts:
             self.counts["rows_decoded"] += computed
             self.counts["rows_decoded_saved"] += len(input_ids) * (completions.shape[1] - 1) - computed
             of_all_rows = sum(map(prompts.lengths.__getitem__, prompts.owner))
+            self.counts["prompt_tokens_computed"] += prefilled.computed
             self.counts["prompt_tokens_shared"] += of_all_rows - prefilled.computed
         return torch.cat([input_ids, completions], dim=1)
+
+    def _go_on(self, turns: Turns, generation: Generation, tree: Tree | None) -> Prefilled | None:
+        """Compute the prompts from where they differ from what earlier turns have left; `None` if that is no less."""
+        if (reason := self._reason_not_kept(generation, turns)) is not None:
+            self.anew.cannot_be_exact(reason)
+            self.turns = None
+            return None
+        prompts = generation.prompts
+        return turns.go_on(generation, len(prompts.tokens) * max(prompts.lengths) if tree is None else tree.size)
+
+    def _reason_not_kept(self, generation: Generation, turns: Turns) -> str | None:
+        """Return why nothing is kept from one turn to the next; `None` if it is, of this model as it is now."""
+        model = generation.model
+        if SEES in generation.inputs:
+            return "tokens of images may see what stands behind them"
+        if turns.is_full:
+            return "keys and values of all conversations would take half of the free memory"
+        structure = structure_of(model)
+        turns.begin((structure, sums_of(model)))
+        outgrown = max(generation.prompts.lengths) > window_of(model.config.get_text_config(decoder=True))
+        known = self._in_pieces.get(model)
+        if turns.known and (known is None or known[0] != structure or known[1] < outgrown):
+            if (reason := reason_not_in_pieces(generation)) is not None:
+                return reason
+            self._in_pieces[model] = structure, outgrown
+        return None
 
     def _facts_of(self, generation: Generation) -> ModelFacts | None:
         """Return what is known of a model that takes trees; `None` of others, and say why."""
@@ -378,6 +422,7 @@ class Decoding(Part):
         self.captured.keeps, self.captured.refused = True, None
         self.captured.free()  # graphs of other copies
         self._facts.clear()
+        self._in_pieces.clear()
         self.captured.adapters = None if self.off else adapters_of(extract_model_from_parallel(run.model))
         self.fallbacks.because = None
         self.fallbacks.failed.clear()
@@ -391,10 +436,13 @@ class Decoding(Part):
         return "keys and values are given back after each generation" if self.captured.free() else None
 
     def tensors_held(self) -> Sequence[Tensor]:
-        return self.captured.tensors()
+        return self.captured.tensors() + (self.turns.tensors() if self.turns is not None else [])
 
     def summary(self) -> dict[str, Any]:
-        return {**{name: self.counts[name] for name in COUNTS}, "plain_rollouts_because": self.plain_because}
+        return {
+            **{name: self.counts[name] for name in (*COUNTS, "bytes_between_turns")},
+            "plain_rollouts_because": self.plain_because,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {"plain_because": self.plain_because} if self.plain_because else {}

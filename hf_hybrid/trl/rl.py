@@ -55,6 +55,7 @@ from hf_hybrid.trl.groups import (
     total_rewards,
 )
 from hf_hybrid.trl.sft_dpo import IN_TURN, TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
+from hf_hybrid.trl.turns import Turns
 from hf_hybrid.trl.users import UsersState, restore_table, table_of
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ OF_GENERATION = ("_generate_and_score_completions", "_generate", "_calculate_rew
 """Those that see a generation batch: where a user has one, its rewards are asked for where TRL asks, and stay."""
 OF_TURN = ("_generate_single_turn",)
 """That which sees prompts: where a user has one, it may complete others than TRL gives."""
+OF_TURNS = ("_generate", "_generate_single_turn")
+"""Those that may complete rows several times, as TRL does with tools."""
 SETTINGS = ("beta", "loss_type", "top_entropy_quantile", "_entropy_bonus_enabled", "aux_loss_enabled")
 """Attributes of a trainer that decide whether rows may be left out. A callback may change them, and put methods in."""
 
@@ -164,7 +167,7 @@ class Rollouts(Part):
         return {
             names: overridden(self.trainer, *names)
             or next((f"{kind.__name__}.{name}" for kind in others for name in names if name in vars(kind)), None)
-            for names in (OF_MICRO_BATCHES, OF_GENERATION, OF_TURN)
+            for names in (OF_MICRO_BATCHES, OF_GENERATION, OF_TURN, OF_TURNS)
         }
 
     def choose_rows(self) -> None:
@@ -438,17 +441,31 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     # Completions.
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        decoding, completing = self.decoding, contextlib.nullcontext()
-        self.generation.turns += 1
+        decoding, generation, completing = self.decoding, self.generation, contextlib.nullcontext()
+        generation.turns += 1
+        if self.model.training:
+            decoding.counts["turns"] += len(prompt_ids)
         if not decoding.off:
             model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
             if (why := self._reason_not_decoded(model)) is None:
-                prompts = None if self.rollouts.users[OF_TURN] else prompt_ids
+                users = self.rollouts.users
+                if getattr(self, "tools", None) or getattr(self, "rollout_func", None) or users[OF_TURNS]:
+                    self._begin_turn()
+                prompts = None if users[OF_TURN] else prompt_ids
                 completing = decoding.completing(model, prompts, counts=self.model.training)
             else:
                 decoding.fallbacks.cannot_be_exact(why)
         with completing:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    def _begin_turn(self) -> None:
+        """Keep what is computed of conversations that may go on, unless the model draws random numbers."""
+        if self.generation.turns < 3 and self.generation.inputs:
+            draws = self.model.training and self._drawn_in_training() != "nothing"
+            if self.generation.turns == 1 and not draws:
+                self.decoding.turns = Turns()
+            elif draws and self.generation.turns == 2:
+                self.decoding.anew.cannot_be_exact("the model draws random numbers, in TRL new ones in each turn")
 
     @functools.cached_property
     def _sharding(self) -> str | None:
@@ -534,6 +551,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             self._gathers = not (self.decoding.off or self.use_vllm) and self._fits_whole(model)
             with gathered(model) if self._gathers else contextlib.nullcontext():
                 output = super()._generate(prompts)
+        self.decoding.turns = None
         self.generation.sampled = self._sampled(prompts, output)
         return output
 
@@ -541,11 +559,14 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         # Log-probabilities of rows without advantage are read by nobody: rewards are asked for first.
         users, rewards_first = self.rollouts.users[OF_GENERATION], self.rollouts.leaves_out and self.model.training
         generation = GenerationBatch(inputs, torch.is_grad_enabled(), rewards_first and users is None)
-        self.generation, self.decoding.chosen = generation, None
+        self.generation, self.decoding.chosen, self.decoding.turns = generation, None, None
+        before = Counter(self.decoding.counts)
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
             generation.rewards_first = False
+        if self.model.training and (generation.turns > 1 or getattr(self, "tools", None)):
+            self._log_turns(self.decoding.counts - before, len(inputs))
         if users is not None:
             self.rollouts.users_rewards.cannot_be_exact(f"`{users}` is not TRL's")
             return batch
@@ -573,6 +594,13 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             widths = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
             batch[ON_HOST] = sampled.on_host(*widths, of_log)
         return batch
+
+    def _log_turns(self, counts: Counter[str], rows: int) -> None:
+        """Put what a generation batch of so many rows has counted into TRL's metrics."""
+        names = {"prompt_tokens_computed": "turns/tokens_prefilled", "prompt_tokens_shared": "turns/tokens_kept"}
+        metrics = {"turns/mean": counts["turns"] / rows, **{of: counts[name] for name, of in names.items()}}
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
 
     def _old_rows(self, attention_mask: Tensor, kept: int) -> list[int] | None:
         """
@@ -764,6 +792,12 @@ class HybridGRPOTrainer(RolloutTrainerMixin, GRPOTrainer):  # ty: ignore[incompa
     @property
     def _mean(self) -> Mean:
         return MEAN_OF_LOSS.get(self.loss_type, "items")
+
+    def _tool_call_loop(self, *args, **kwargs):
+        output = super()._tool_call_loop(*args, **kwargs)
+        if self.model.training:
+            self.decoding.counts.update(tool_calls=output[4], tool_errors=output[5])
+        return output
 
     def _sampled(self, prompts: list[Any], output: tuple) -> Sampled:
         prompt_ids, completion_ids, tool_mask, completions, _, extra, *_ = output

@@ -61,6 +61,13 @@ def test_each_use_writes_what_it_measured(use, tmp_path, capsys):
         assert by_arm["hybrid"]["rows_decoded_saved"] > 0 and not any(row["vllm"] for row in rows)
 
 
+def test_turns_go_on_from_those_before(tmp_path):
+    words = ["--shape", "tiny", "--steps", "1", "--warm_up", "1", "--turns", "3", "--arms", "trl", "hybrid"]
+    rows = rows_of(tmp_path, "grpo", *words)
+    assert rows[0]["mean_length"] == rows[1]["mean_length"] and rows[1]["plain_rollouts_because"] is None
+    assert rows[1]["prompt_tokens_shared"] > rows[1]["prompt_tokens_computed"] and rows[1]["bytes_between_turns"] > 0
+
+
 def test_our_arm_is_the_first_of_each_line_of_a_call():
     parser = command._parser()
     for lines in CALLS.values():

@@ -18,11 +18,13 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from rig import vision  # noqa: E402
 from rig.completions import WAYS, capturing, check_equal, config  # noqa: E402
 from rig.trainers import fitted  # noqa: E402
+from torch.nn.functional import pad  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
 
 from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer, HybridRLOOConfig, HybridRLOOTrainer  # noqa: E402
 from hf_hybrid.trl.decoding import Decoding  # noqa: E402
+from hf_hybrid.trl.turns import Turns  # noqa: E402
 
 COPIES = 4
 CLASSES = {
@@ -129,6 +131,54 @@ def test_completions_are_those_of_generate(name, way, passes):
     distinct = len(set(encoded.all))
     assert before == 1 and len(encoded.all) >= (4 * COPIES // 2 + 1) * distinct  # TRL's, and each once
     assert decoding.counts["prompt_tokens_shared"] > inputs["attention_mask"].sum() * (COPIES - 1) // COPIES - 1
+
+
+SEE_TEXT_AHEAD = ("gemma3", "paligemma")
+
+
+@pytest.mark.parametrize("name", mostly_slow(DECODED, ["qwen2_vl", "qwen3_5", "llava_next", "gemma3"]))
+def test_later_turns_go_on_behind_images(name, passes):
+    """Images are encoded in the first turn alone."""
+    model, processor = vision.vision_model(name)
+    given, encoded = batch_of(name, processor), Encoded(name, model.eval())
+    options, last = (
+        config(eos_token_id=[1, *range(30, 45)], max_new_tokens=8),
+        model.config.get_text_config().vocab_size - 1,
+    )
+
+    def talk(decoding):
+        torch.manual_seed(7)
+        inputs, said = dict(given), []
+        if decoding is not None:
+            decoding.turns = Turns()
+        for turn in range(3):
+            with contextlib.nullcontext() if decoding is None else decoding.completing(model, None, counts=True):
+                said.append(model.generate(**inputs, generation_config=options))
+            told = torch.randint(last - 9, last, (len(said[-1]), 6), generator=torch.Generator().manual_seed(turn))
+            words = said[-1].where(said[-1] >= last - vision.WORDS, last)  # no tokens of images
+            ids = torch.cat([words, told], dim=1)
+            ids[:, : given["input_ids"].shape[1]] = given["input_ids"]
+            more = ids.shape[1] - inputs["input_ids"].shape[1]
+            inputs |= {"input_ids": ids, "attention_mask": pad(inputs["attention_mask"], (0, more), value=1)}
+            inputs |= {
+                key: pad(inputs[key], (0, more)) for key in ("token_type_ids", "mm_token_type_ids") if key in inputs
+            }
+        return said, torch.get_rng_state()
+
+    decoding = Decoding(off=False)
+    theirs, state = talk(None)
+    encoded.passes[:] = [[]]
+    ours, state_of_ours = talk(decoding)
+    assert all(map(torch.equal, theirs, ours)) and torch.equal(state, state_of_ours)
+    assert decoding.plain_because is None
+    if name in SEE_TEXT_AHEAD:
+        assert "tokens of images may see" in decoding.anew.because
+    else:
+        assert (
+            decoding.anew.because is None
+            and decoding.counts["prompt_tokens_shared"] > 3 * decoding.counts["prompt_tokens_computed"]
+        )
+        assert len(encoded.all) == len(set(encoded.all))
 
 
 # Trainings.
