@@ -202,6 +202,8 @@ def test_data_with_and_without_images_train_together(folder, saved, cli, command
     out = cli(command, *data, *words, "--per_device_train_batch_size", "4")[0]
     assert "Done: 2 steps" in out and ("images     4 in 8 rows" in out) == (where == "data")
     assert ("eval       loss" in out) == (where == "eval") and "nan" not in out
+
+
 def test_a_length_that_cuts_through_an_image_is_said_before_training(folder, saved, refused):
     write(folder / "rows.jsonl", {"image": "0.png", "messages": [user("w1"), *ANSWER]})
     words = ["--output_dir", "out", "--max_length", "7", "--eval_share", "0", "--report_to", "none", "--use_cpu"]

@@ -136,7 +136,7 @@ def test_completions_are_those_of_generate(name, way, passes):
 SEE_TEXT_AHEAD = ("gemma3", "paligemma")
 
 
-@pytest.mark.parametrize("name", mostly_slow(DECODED, ["qwen2_vl", "qwen3_5", "llava_next", "gemma3"]))
+@pytest.mark.parametrize("name", mostly_slow(vision.KINDS, ["qwen2_vl", "qwen3_5", "llava_next", "gemma3"]))
 def test_later_turns_go_on_behind_images(name, passes):
     """Images are encoded in the first turn alone."""
     model, processor = vision.vision_model(name)
