@@ -123,6 +123,7 @@ TRAINERS = {
     "grpo": (GRPOTrainer, GRPOConfig, PROMPTS, LlamaForCausalLM, {}, ROLLOUTS),
     "rloo": (RLOOTrainer, RLOOConfig, PROMPTS, LlamaForCausalLM, {}, ROLLOUTS),
 }  # fmt: skip
+RESIDENT = {"memory": "off", "resident_layers": None, "share_rows": "off"}
 REFERENCES = {"grpo": True, "rloo": True}
 """Those that load their reference by its name."""
 
@@ -348,6 +349,24 @@ def test_memory_runs_out_in_the_pass_of_a_model_that_is_evaluated(name, tmp_path
     assert failed and [event["action"] for event in ours.hybrid_summary()["out_of_memory"]]
     pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
     assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
+
+
+def easy_or_hard(prompts, completions, **_):
+    """Prompts with an odd number give no advantage."""
+    pairs = zip(prompts, completions)
+    return [1.0 if int(prompt[5:]) % 2 else sum(map(ord, text)) % 7 / 7 for prompt, text in pairs]
+
+
+def test_rows_without_advantage_are_left_out_of_streamed_layers_too(tmp_path, monkeypatch):
+    """Micro-batches that are empty then call no layer, and the window is walked without them."""
+    monkeypatch.setitem(REFERENCES, "grpo", False)
+    options = {"others": {"reward_funcs": [easy_or_hard]}, "beta": 0.0, "gradient_accumulation_steps": 4}
+    resident = trained("grpo", tmp_path / "resident", True, **options, **RESIDENT)
+    streamed = trained("grpo", tmp_path / "streamed", True, **options)
+    check_same(resident, streamed)
+    found = streamed.hybrid_summary()
+    assert found["backward_passes_avoided_exactly"] > 0 and found["rows_skipped"] > 0
+    assert streamed.memory.window.by_layer
 
 
 def budget(trainer, mode):
