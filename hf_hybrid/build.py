@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from accelerate.hooks import remove_hook_from_submodules
+from accelerate.hooks import ModelHook, remove_hook_from_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from transformers import TrainingArguments
@@ -497,9 +497,7 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     options, model = trainer.hybrid_args, trainer.model
     if device_map is None:
         device_map = map_with_host_layers(model)
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        remove_hook_from_submodules(model)  # accelerate's hooks of an offloaded model train nothing
-        model.tie_weights()  # they come back as one copy each
+    take_hooks_off(model)
     if trainer.optimizer is not None:
         try:
             check_separable(trainer.optimizer)
@@ -530,11 +528,26 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     return Streamed(model, streamer, window, plan, host_memory=host_memory)
 
 
+def take_hooks_off(model: Any) -> None:
+    """Take accelerate's hooks off a model that it has put on a device, or on the host: they train nothing."""
+    hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
+    for module in hooked:
+        own, forward = vars(module), vars(module).get("forward")
+        inside = own.get("_old_forward")
+        remove_hook_from_module(module)
+        if forward is not None and getattr(forward, "func", forward).__name__ != "new_forward":
+            # Somebody (TRL) has put a function around that of accelerate since, which still asks for a hook.
+            own |= {"forward": forward, "_old_forward": inside, "_hf_hook": ModelHook()}
+    if hooked:
+        model.tie_weights()  # they come back as one copy each
+
+
 def evaluated_streamer(trainer: BuiltTrainer) -> LayerStreamer | None:
     """Return what streams the models that the trainer computes and does not train, if it has any with layers."""
     models = torch.nn.ModuleList(of_trainer.evaluated_models(trainer))
     layers = [layer for model in models for layer in find_layers(model)]
     for model in models:
+        take_hooks_off(model)  # TRL loads references and teachers onto the device
         model.requires_grad_(False)
     return LayerStreamer(models, layers, device=trainer.args.device) if layers else None
 

@@ -573,7 +573,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         vars(self.accelerator).pop("prepare_model", None)
         streamed = () if self.memory.evaluated is None else self.memory.evaluated.model.children()
         for model in set(self._prepared).difference(streamed):
-            model.to(self.args.device)
+            if not (getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)):  # it lies there
+                model.to(self.args.device)
         if self.memory.streams:
             self.args._n_gpu = 1  # no DataParallel: as Trainer does where a model is spread over devices
             self.accelerator.device_placement = False

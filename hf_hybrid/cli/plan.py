@@ -117,7 +117,7 @@ class _Report:
         self.sees = takes_images(self.planner.config)
         if self.sees and args.output is not None:
             raise ValueError(f"`--output` is for commands, and `{args.model}` takes images, which Python trains.")
-        of_trl, can_stream = args.task != "train", args.task in ("train", "sft")
+        of_trl, can_stream = args.task != "train", args.task != "grpo"  # whose completions would wait for layers
         self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, own_loss=of_trl, can_stream=can_stream)
         self.best = {kind: recommended(self.plans, kind) for kind in kinds}
         divisors = [count for count in range(2, args.batch_size + 1) if args.batch_size % count == 0]

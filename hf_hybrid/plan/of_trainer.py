@@ -208,7 +208,8 @@ def shape_of(model: torch.nn.Module, device_map: dict | None, **matrices) -> Mod
 def evaluated_models(trainer: Any) -> list[torch.nn.Module]:
     """
     Return the models with decoder layers that a trainer has beside the trained one and does not train: a reference,
-    teachers, judges. Where code of a user computes the loss, they are frozen ones.
+    teachers, judges. Where code of a user computes the loss, they are frozen ones. A model that lies on several devices
+    stays there.
     """
     own, found = {id(parameter) for parameter in trainer.model.parameters()}, {}
     methods = ("training_step", "create_optimizer")
@@ -220,7 +221,8 @@ def evaluated_models(trainer: Any) -> list[torch.nn.Module]:
     return [
         model
         for model in found.values()
-        if not (hasattr(model, "hf_device_map") or (users and any(p.requires_grad for p in model.parameters())))
+        if len({*(getattr(model, "hf_device_map", None) or {}).values()} - {"cpu", "disk"}) < 2
+        and not (users and any(p.requires_grad for p in model.parameters()))
         and decoder_layers(model)
         and not in_eight_bits(model)
     ]

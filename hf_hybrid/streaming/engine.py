@@ -9,6 +9,9 @@ to do. `Streamed` joins the modules of this folder, and its methods say what the
   step and not twice per micro-batch;
 - `LazyOptimizer` (optimizer.py) updates a layer when it is needed next, exactly as the optimizer would have.
 
+Models that the loss computes and nobody trains have a `LayerStreamer` of their own, with one pair of slots for all of
+them, beside a `Resident` or a `Streamed` one.
+
 Both are an `InPlace` (run/weights.py), and so tell the leaps where weights are stored: a leap under test is added to
 streamed weights when they are copied to the device.
 """

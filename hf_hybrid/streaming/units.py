@@ -32,7 +32,7 @@ pass, so the device has work while what the update of the first layer that trave
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,9 +163,9 @@ class UnitStorage:
     """
     The host side of a unit: its params, packed. `pin` page-locks the buffer.
 
-    The parameters lie on the host. With `int8` frozen matrices are held as int8. An int8 base is packed when a run
-    begins; until then, and after it, its weights are the model's own. The weights of `experts`, frozen ones and the
-    modules that are called for them, lie behind all others.
+    The parameters lie on the host. With `int8` frozen matrices are held as int8, but for the `whole` ones. An int8 base
+    is packed when a run begins; until then, and after it, its weights are the model's own. The weights of `experts`,
+    frozen ones and the modules that are called for them, lie behind all others.
     """
 
     def __init__(
@@ -176,6 +176,7 @@ class UnitStorage:
         int8: bool = False,
         pin: bool = False,
         experts: Iterable[tuple[nn.Module, list[nn.Parameter]]] = (),
+        whole: Collection[int] = (),
     ):
         params = {id(p): StreamedParameter(name, p, dtype_of(p)) for name, p in parameters}
         of_experts = [(called, [params.pop(id(p)) for p in stacks if id(p) in params]) for called, stacks in experts]
@@ -191,7 +192,8 @@ class UnitStorage:
         for param in self.params:
             # One after the other, in bytes: the weights in the dtype that they travel in, at 1, 2 or 4 each; of an int8
             # matrix `[..., rows, columns]` a byte for each weight, and behind them an fp32 scale for each row.
-            param.start, frozen = self.packed_bytes, not param.parameter.requires_grad
+            frozen = not param.parameter.requires_grad and id(param.parameter) not in whole
+            param.start = self.packed_bytes
             if int8 and frozen and param.parameter.is_floating_point() and param.parameter.dim() >= 2:
                 param.is_int8, param.scales_start = True, param.start + padded(param.parameter.numel())
                 param.expanded_start = self.expanded_bytes
@@ -367,6 +369,13 @@ class Unit:
         return [param for param in self.storage.params if param.planned]
 
 
+def adapter_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the weights of adapters of PEFT, trained or not, with their names in their layers."""
+    layers = [module for module in model.modules() if "_disable_adapters" in vars(module)]
+    named = [(name, weight) for layer in layers for name, weight in layer.named_parameters()]
+    return [(name, weight) for name, weight in named if not name.startswith(("base_layer.", "original_module."))]
+
+
 def make_units(
     layers: Iterable[tuple[str, nn.Module]],
     ends: Iterable[tuple[str, list[nn.Module]]],
@@ -379,25 +388,27 @@ def make_units(
     """
     Units of the layers and of the ends (embeddings, head), packed; see [`LayerStreamer`] for the arguments.
 
-    Three kinds of weights stay on the device: those that several units share; adapters, which are trainable parameters
-    under a tenth of their unit; and all of the first `resident` layers that are trained otherwise. A unit of which
-    nothing else is left is there only if it is such a layer.
+    Three kinds of weights stay on the device: those that several units share; adapters, whose trainable parameters are
+    under a tenth of their unit, with those that only compute (the copy that is a reference); and all of the first
+    `resident` layers that are trained otherwise. A unit of which nothing else is left is there only if it is such a
+    layer.
     """
     layers, ends = list(layers), list(ends)
     candidates = [[module] for _, module in layers] + [modules for _, modules in ends]
     sets = [{id(p) for module in modules for p in module.parameters()} for modules in candidates]
     owners = Counter(key for parameters in sets for key in parameters)
+    adapters = {id(p) for modules in candidates for module in modules for _, p in adapter_weights(module)}
 
     def streamed(name: str, modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
         named = {id(p): (f"{name}.{n}", p) for module in modules for n, p in module.named_parameters()}
         own = [(n, p) for key, (n, p) in named.items() if owners[key] == 1]
         trainable = sum(p.numel() for _, p in own if p.requires_grad)
         trains = trainable >= sum(p.numel() for _, p in own) / 10
-        return [(n, p) for n, p in own if trains or not p.requires_grad]
+        return [(n, p) for n, p in own if trains or not (p.requires_grad or id(p) in adapters)]
 
     def make(name: str, modules: list[nn.Module], own: list[tuple[str, nn.Parameter]], int8: bool) -> Unit:
-        experts = frozen_experts(modules)
-        return Unit(name, modules, UnitStorage(own, dtype_of=dtype_of, int8=int8, pin=pin, experts=experts))
+        options: Any = {"pin": pin, "experts": frozen_experts(modules), "whole": adapters}
+        return Unit(name, modules, UnitStorage(own, dtype_of=dtype_of, int8=int8, **options))
 
     of_layers = []
     for name, module in layers:

@@ -27,6 +27,11 @@ a layer it is cut as well, into the tensor and a leaf. As soon as the layer has 
 between is differentiated down to the outputs of earlier layers. Pieces that depend on no layer, as the embeddings, wait
 until the end and are differentiated once, since several layers may have used them.
 
+**Passes without gradients** that come behind the first layer with gradients, those of a reference or a teacher, wait at
+each layer too. If other micro-batches make none, or not now, a micro-batch computes its own alone. A loss switches
+adapters around such a pass, so each micro-batch has its own choice of adapters in its turn ([`_Adapters`]). What a loss
+computes before (it may generate) does not wait: micro-batches would draw random numbers in another order.
+
 **What cannot be walked.** Layers that pass tensors through an object (a cache, a dictionary) would go around the cuts.
 So does a model that uses what it computed before its layers (embeddings) after them once more: the loss's backward call
 frees the graph of it. Micro-batches may also call different layers. [`Window`] then drops the gradients of the window,
@@ -57,7 +62,7 @@ from hf_hybrid.streaming.comparison import CannotWalkError, difference
 from hf_hybrid.streaming.layers import reason_not_walked
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
 from hf_hybrid.streaming.transfers import Event, HostBuffers, Transfers
-from hf_hybrid.streaming.units import Unit, as_plain
+from hf_hybrid.streaming.units import Unit, adapter_weights, as_plain
 
 logger = logging.getLogger(__name__)
 
@@ -214,8 +219,7 @@ class _Adapters:
         modules = [module for module in model.modules() if "_disable_adapters" in vars(module)]
         switched = [vars(module) for module in (*modules, *model.modules()) if modules]
         self._places = [(own, name) for own in switched for name in self.NAMES if name in own]
-        within = [(name, p) for module in modules for name, p in module.named_parameters()]
-        self._parameters = [p for name, p in within if not name.startswith(("base_layer.", "original_module."))]
+        self._parameters = [parameter for _, parameter in adapter_weights(model)]
         self._choice = self._look()
         configs = getattr(model, "peft_config", {}).values()
         self.in_place = not any(config.is_prompt_learning or config.is_adaption_prompt for config in configs)

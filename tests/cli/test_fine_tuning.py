@@ -531,6 +531,16 @@ def test_a_plan_runs_unchanged_under_its_command(folder, tmp_path, monkeypatch, 
         assert peft == "none" or summary["learning_rate_scale"] > 1
 
 
+@pytest.mark.parametrize("name, data", mostly_slow([("dpo", "pairs"), ("grpo", "questions")], [("dpo", "pairs")]))
+@pytest.mark.long
+def test_commands_stream_layers(folder, tmp_path, monkeypatch, cli, left, name, data):
+    monkeypatch.chdir(folder)
+    needed = ["--reward", "numeric_answer", "--max_completion_length", "8"] if name == "grpo" else ["--peft", "none"]
+    here = ["--use_cpu", "--max_steps", "2", "--report_to", "none", "--output_dir", tmp_path / "out", *needed]
+    cli(name, "--model", "model", "--dataset", f"{data}.jsonl", "--memory", "stream", *here)
+    assert left("hybrid_summary")["plain_rows_because"].startswith("layers are streamed")
+
+
 def test_held_out_pairs_are_measured_by_their_chosen_side(folder, tmp_path):
     tokenizer = chat_tokenizer(TEMPLATE)
     for file, read in (("pairs.jsonl", "Say {}:"), ("chat_pairs.jsonl", "user: Say {}<|end|>assistant: ")):

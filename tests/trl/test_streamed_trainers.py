@@ -9,6 +9,7 @@ from conftest import assert_same_weights, mostly_slow, weights
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+from accelerate import cpu_offload  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from rig.rollouts import TOKENIZER  # noqa: E402
@@ -51,6 +52,7 @@ from hf_hybrid import (  # noqa: E402
     hybrid_config,
 )
 from hf_hybrid.build import estimator_for  # noqa: E402
+from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows  # noqa: E402
 from hf_hybrid.trainer import HybridTrainerMixin  # noqa: E402
 
 LAYERS = 4
@@ -121,8 +123,9 @@ TRAINERS = {
     "grpo": (GRPOTrainer, GRPOConfig, PROMPTS, LlamaForCausalLM, {}, ROLLOUTS),
     "rloo": (RLOOTrainer, RLOOConfig, PROMPTS, LlamaForCausalLM, {}, ROLLOUTS),
 }  # fmt: skip
-REFERENCES = {"grpo", "rloo"}
-"""They load their reference by its name."""
+RESIDENT = {"memory": "off", "resident_layers": None, "share_rows": "off"}
+REFERENCES = {"grpo": True, "rloo": True}
+"""Those that load their reference by its name."""
 
 
 def made(name, folder, streamed, *, peft_config=None, config=None, others=None, policy=None, **options):
@@ -141,7 +144,7 @@ def made(name, folder, streamed, *, peft_config=None, config=None, others=None, 
     keywords = {other: model(**given) for other, given in beside.items()} if others is None else others
     if peft_config is not None or "precompute_ref_log_probs" in options:
         keywords.pop("ref_model", None)
-    if name in REFERENCES:
+    if REFERENCES.get(name):
         path = str(folder.parent / "policy")
         model(kind, **(config or {})).save_pretrained(path)
         policy = kind.from_pretrained(path)
@@ -231,6 +234,45 @@ def test_preference_pairs(case, walk, tmp_path):
     assert reference == (0 if adapters or precomputed else passes * LAYERS)
 
 
+def in_int8(base):
+    """The same model with the matrices of its layers rounded as an int8 base rounds them."""
+    for weight in base.model.layers.parameters():
+        if weight.dim() == 2:
+            dequantize_rows(*quantize_rows(weight.data), weight.data)
+    return base
+
+
+def in_four_bits(base):
+    """The same model, whose layers hold their matrices in 4 bits."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for parent in [part for layer in base.model.layers for part in (layer.self_attn, layer.mlp)]:
+        for name, old in list(parent.named_children()):
+            if isinstance(old, torch.nn.Linear):
+                sizes = old.in_features, old.out_features
+                new = bitsandbytes.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+                new.weight = bitsandbytes.nn.Params4bit(old.weight.data, False, quant_type="nf4", module=new)
+                setattr(parent, name, new.to("cpu"))
+    return base
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_adapters_over_a_base_in_few_bits(kind, name, tmp_path, monkeypatch):
+    packed, own = (in_int8, {"base_precision": "int8"}) if kind == "int8" else (in_four_bits, {})
+    monkeypatch.setitem(REFERENCES, name, False)
+    options = {"others": {"reward_funcs": [reward_of_text]} if name == "grpo" else {}, "max_steps": 2}
+    theirs, ours = (
+        trained(
+            name, tmp_path / str(streamed), streamed, **options, **(own if streamed else {}),
+            policy=get_peft_model(packed(model()), lora()),
+        )
+        for streamed in (False, True)
+    )  # fmt: skip
+    assert losses(ours) == losses(theirs)
+    trained_weights = ({n: w for n, w in weights(t.model).items() if "lora" in n} for t in (theirs, ours))
+    assert_same_weights(*trained_weights)
+
+
 def test_adapters_that_are_trained_on_have_a_copy_as_reference(tmp_path):
     """TRL exchanges the active adapter around the pass of the reference, inside of each micro-batch."""
     start = get_peft_model(model(), lora(init_lora_weights=False))
@@ -244,6 +286,17 @@ def test_adapters_that_are_trained_on_have_a_copy_as_reference(tmp_path):
     assert "ref" in ours.model.peft_config
     check_same(theirs, ours)
     assert ours.model.active_adapter == theirs.model.active_adapter == "default"
+
+
+def test_a_reference_that_was_put_on_devices_is_streamed(tmp_path):
+    """As TRL loads it, with accelerate's hooks: of what did not fit on the device they hold the weights."""
+    theirs = trained("dpo", tmp_path / "theirs", False)
+    reference = cpu_offload(model(seed=1), torch.device("cpu"))
+    assert reference.model.layers[0].mlp.up_proj.weight.device.type == "meta"
+    reference.hf_device_map = {"model.layers.0": "cpu", "": 0}
+    ours = trained("dpo", tmp_path / "ours", True, others={"ref_model": reference})
+    check_same(theirs, ours)
+    assert ours.memory.statistics()["evaluated"]["loads"] > 0
 
 
 ARCHITECTURES = (
@@ -296,6 +349,24 @@ def test_memory_runs_out_in_the_pass_of_a_model_that_is_evaluated(name, tmp_path
     assert failed and [event["action"] for event in ours.hybrid_summary()["out_of_memory"]]
     pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
     assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
+
+
+def easy_or_hard(prompts, completions, **_):
+    """Prompts with an odd number give no advantage."""
+    pairs = zip(prompts, completions)
+    return [1.0 if int(prompt[5:]) % 2 else sum(map(ord, text)) % 7 / 7 for prompt, text in pairs]
+
+
+def test_rows_without_advantage_are_left_out_of_streamed_layers_too(tmp_path, monkeypatch):
+    """Micro-batches that are empty then call no layer, and the window is walked without them."""
+    monkeypatch.setitem(REFERENCES, "grpo", False)
+    options = {"others": {"reward_funcs": [easy_or_hard]}, "beta": 0.0, "gradient_accumulation_steps": 4}
+    resident = trained("grpo", tmp_path / "resident", True, **options, **RESIDENT)
+    streamed = trained("grpo", tmp_path / "streamed", True, **options)
+    check_same(resident, streamed)
+    found = streamed.hybrid_summary()
+    assert found["backward_passes_avoided_exactly"] > 0 and found["rows_skipped"] > 0
+    assert streamed.memory.window.by_layer
 
 
 def budget(trainer, mode):
