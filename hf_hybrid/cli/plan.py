@@ -18,11 +18,16 @@ if TYPE_CHECKING:
     from hf_hybrid.plan.planner import Planner
     from hf_hybrid.plan.ways import WayPlan
 
-GIB = 2**30
-LENGTHS = {"train": "sequence_length", "sft": "max_length", "dpo": "max_length", "grpo": "max_completion_length"}
-"""The option of each command for the length of a sequence; of GRPO half of it is planned for the prompt."""
-DATA = dict.fromkeys(LENGTHS, "--dataset DATA") | {"grpo": "--dataset DATA --reward REWARD"}
+GIB, BUS = 2**30, 25e9  # bytes a second that PCIe 4.0 copies to a device
+COMPLETES = ("grpo", "rloo")
+"""Commands that make completions: half of the length is planned for the prompt."""
+LENGTHS = {"train": "sequence_length", **dict.fromkeys(("sft", "distill", "dpo", "kto", "reward"), "max_length")}
+LENGTHS |= dict.fromkeys(COMPLETES, "max_completion_length")
+"""The option of each command for the length of a sequence."""
+DATA = dict.fromkeys(LENGTHS, "--dataset DATA") | dict.fromkeys(COMPLETES, "--dataset DATA --reward REWARD")
 """What each command needs beside its plan."""
+TWICE = ("dpo", "kto", "reward")
+"""Commands that compute two sequences of a row: of a pair, or an answer and one to another question (KTO)."""
 DEFAULTS = {
     "optim": "adamw_torch_fused", "memory": "off", "optimizer_states": "exact", "chunked_loss": "off", "lora_r": 16,
     "gradient_accumulation_steps": 1, "offload_activations": False, "base_precision": "same",
@@ -49,6 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "mixed: fp32 weights (a frozen base: bf16) under bf16 autocast; or all in one type (default: mixed)"
     add("--dtype", choices=("mixed", "float32", "bfloat16"), default="mixed", help=text)
     add("--for", dest="task", choices=tuple(LENGTHS), default="sft", help="command that trains (default: sft)")
+    add("--teacher", help="of --for distill: the model to learn from; only its config.json is read")
     add("--peft", choices=("none", "lora", "qlora"), help="plan this alone; none: all weights (default: all three)")
     add("--qat", choices=("none", "bitnet"), default="none", help="bitnet: ternary weights (default: none)")
     add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
@@ -93,7 +99,11 @@ class _Report:
 
         if args.qat != "none" and args.peft in ("lora", "qlora"):
             raise ValueError(f"`--qat {args.qat}` trains all weights, and `--peft {args.peft}` freezes them.")
-        if args.task == "grpo" and args.batch_size * args.gradient_accumulation_steps % 2:
+        if (args.task == "distill") != (args.teacher is not None):
+            raise ValueError(
+                "`--teacher` names the model that `--for distill` learns from. Give both of them, or none."
+            )
+        if args.task in COMPLETES and args.batch_size * args.gradient_accumulation_steps % 2:
             raise ValueError(f"`--batch_size {args.batch_size}` holds no groups of completions. Give an even number.")
         self.args = args
         self.with_peft = importlib.util.find_spec("peft") is not None
@@ -105,7 +115,9 @@ class _Report:
         self.planner: Planner = Planner(
             args.model,
             sequence_length=args.sequence_length,
-            batch_size=args.batch_size * (2 if args.task == "dpo" else 1),  # both sides of a pair
+            batch_size=args.batch_size * (2 if args.task in TWICE else 1),
+            teacher=args.teacher,
+            generates=args.batch_size * args.gradient_accumulation_steps * (args.task in COMPLETES),
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             peft=lora_config(args.lora_r, args.lora_target_modules or "all-linear") if adapters else None,
             qat=args.qat,
@@ -117,14 +129,16 @@ class _Report:
         self.sees = takes_images(self.planner.config)
         if self.sees and args.output is not None:
             raise ValueError(f"`--output` is for commands, and `{args.model}` takes images, which Python trains.")
-        of_trl, can_stream = args.task != "train", args.task != "grpo"  # whose completions would wait for layers
-        self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, own_loss=of_trl, can_stream=can_stream)
+        if self.sees and args.task in ("reward", "distill"):
+            raise ValueError(f"`--for {args.task}` trains models of text, and `{args.model}` takes images.")
+        chunks = {"train": "maybe", "distill": "never"}.get(args.task, "always")
+        self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, chunks=chunks)
         self.best = {kind: recommended(self.plans, kind) for kind in kinds}
         divisors = [count for count in range(2, args.batch_size + 1) if args.batch_size % count == 0]
 
         def smaller(kind: str, count: int) -> WayPlan | None:
             best = self.best[kind]
-            how: dict[str, Any] = {"own_loss": of_trl, "can_stream": best is None and can_stream}
+            how: dict[str, Any] = {"chunks": chunks, "can_stream": best is None}
             plan = recommended(self.planner.plans(args.dtype, (kind,), micro_batches=count, **how), kind)
             return plan if plan is None or best is None or plan.way.exact >= best.way.exact else None
 
@@ -141,7 +155,7 @@ class _Report:
 
     def _size(self, plan: WayPlan) -> int:
         """Rows of a micro-batch."""
-        return plan.setup.batch_size // (2 if self.args.task == "dpo" else 1)
+        return plan.setup.batch_size // (2 if self.args.task in TWICE else 1)
 
     def title(self, plan: WayPlan) -> str:
         """The way of a plan, and its micro-batches where they are smaller than asked for."""
@@ -178,7 +192,7 @@ class _Report:
             f"{len(shape.layers)} layers, width {shape.hidden}, vocabulary {shape.vocab}"
             f"{', tied to the head' * shape.tied}"
         )
-        pairs, steps = " pairs of two" * (args.task == "dpo"), setup.gradient_accumulation_steps
+        pairs, steps = " pairs of two" * (args.task in TWICE), setup.gradient_accumulation_steps
         source = "--vram" if args.vram else "free on this GPU, and the CUDA context of this process"
         device = "no GPU here and no --vram: no limit"
         if setup.vram is not None:
@@ -208,7 +222,12 @@ class _Report:
             "and batches are not padded."
         )
         text += " Half of the tokens stand for images, which the encoder computes." * self.sees
-        text += " What generation holds is not counted." * (self.args.task == "grpo")
+        if self.args.task in COMPLETES:
+            text += " Completions hold keys and values, and no activations."
+            layers, weights = self.plans[0].shape.layers, {"float32": 4}.get(self.plans[0].way.weights, 2)
+            size = weights * sum(layer.trainable + layer.frozen for layer in layers)
+            text += f" Streamed, each token of all rows copies {size / GIB:.3g} GiB: {size / BUS:.2g} s at 25 GB/s, assumed."
+        text += " The teacher is loaded as the student is." * (self.args.task == "distill")
         text += ' Plans with adapters need peft: pip install "hf-hybrid[peft]"' * (not self.with_peft)
         return textwrap.fill(text, terminal_width()) + "\n"
 
@@ -243,7 +262,9 @@ class _Report:
         """A plan as options of its command, which needs nothing but data beside them."""
         args, length, task = self.args, plan.setup.sequence_length, self.args.task
         values: dict[str, Any] = {"model": args.model, "dtype": plan.way.weights}
-        values[LENGTHS[task]] = max(length // 2, 1) if task == "grpo" else length
+        values[LENGTHS[task]] = max(length // 2, 1) if task in COMPLETES else length
+        if task == "distill":
+            values["teacher"] = args.teacher
         if plan.way.kind != "full":
             values |= {"peft": plan.way.kind.lower(), "lora_r": args.lora_r}
             if args.lora_target_modules:
@@ -258,9 +279,9 @@ class _Report:
             values["leap_gain"] = 0
         if task != "train":
             del values["chunked_loss"]
-        if task == "dpo" and plan.way.kind == "full":
-            values["precompute_ref_log_probs"] = True  # a second model is not planned
-        if task == "grpo":
+        if task in ("dpo", "kto") and plan.way.kind == "full":
+            values["precompute_ref_log_probs"] = True  # no second model
+        if task in COMPLETES:
             completions = args.batch_size * args.gradient_accumulation_steps
             values["num_generations"] = math.gcd(completions, 8)  # 8 as in TRL, or what divides them
         return values

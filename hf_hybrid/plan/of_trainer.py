@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -97,7 +97,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         update_in_backward=updates_in_backward(trainer),
         enable_predict=trainer.has_phases,
         values_per_weight=leaps.values_per_weight,
-        evaluated=bytes_evaluated(trainer) if options.memory != "off" else Evaluated(),
+        evaluated=bytes_evaluated(evaluated_models(trainer)) if options.memory != "off" else Evaluated(),
         **decided,
     )
     setup = dataclasses.replace(setup, prefetch_layers=min(setup.prefetch_layers, most))
@@ -233,9 +233,8 @@ def in_eight_bits(model: torch.nn.Module) -> bool:
     return any(type(module).__name__ == "Linear8bitLt" for module in model.modules())
 
 
-def bytes_evaluated(trainer: Any) -> Evaluated:
-    """Return what the models take that a trainer evaluates, as [`LayerStreamer`] places them."""
-    models = evaluated_models(trainer)
+def bytes_evaluated(models: Sequence[torch.nn.Module]) -> Evaluated:
+    """Return what models take that are evaluated and not trained, as [`LayerStreamer`] places them."""
     weights = {id(tensor): tensor for model in models for tensor in (*model.parameters(), *model.buffers())}
     layers = [layer for model in models for layer in decoder_layers(model)]
     sizes = [sum(padded(weight.nbytes) for weight in layer.parameters()) for layer in layers]

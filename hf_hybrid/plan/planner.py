@@ -18,6 +18,7 @@ from hf_hybrid.plan.accounting import ModelShape
 from hf_hybrid.plan.estimate import Estimator, Plan
 from hf_hybrid.plan.images import SomeImages, encoder_of
 from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config, takes_images
+from hf_hybrid.plan.of_trainer import bytes_evaluated
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import make_ternary, pack_base
 from hf_hybrid.plan.trace import Excerpt, Tracer
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 
 LARGEST_TRACE = 2**26
 """Tokens of a micro-batch beyond which a plan is refused as absurd."""
+
+OF_TWO_LOGITS = {(False, "float32"): 52, (False, "bfloat16"): 20, (True, "float32"): 36, (True, "bfloat16"): 36}
+"""
+Bytes for each logit of a student, by autocast and weights, that the distance to a teacher takes beyond cross-entropy:
+TRL's GKD holds logits and log probabilities of both, and those of their mixture (a test counts them).
+"""
 
 
 def plan_memory(
@@ -117,8 +124,11 @@ class Planner:
         peft: str | PeftConfig | None = None,
         qat: str = "none",
         sequence_length: int | None = None,
+        teacher: str | Path | PreTrainedConfig | None = None,
+        generates: int = 0,
         **setup: Any,
     ):
+        """`teacher` is evaluated beside the model. `generates` is the number of completions that are made together."""
         if isinstance(peft, str) and peft not in ("lora", "qlora"):
             raise ValueError(f"`peft` must be lora, qlora or a `peft.PeftConfig`, got `{peft}`.")
         if qat not in ("none", "bitnet"):
@@ -138,6 +148,11 @@ class Planner:
                 "(`max_position_embeddings`). Lower it, or raise that number in the config."
             )
         self.full_model = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
+        teachers = [] if teacher is None else [read_config(teacher)]
+        self._evaluated = functools.cache(
+            lambda weights: bytes_evaluated([build(config, getattr(torch, weights)) for config in teachers])
+        )
+        self._generates = generates
         self._estimators: dict[tuple[str, str], Estimator] = {}
 
     def plans(
@@ -145,21 +160,20 @@ class Planner:
         dtype: str = "mixed",
         kinds: Collection[str] = KINDS,
         *,
-        own_loss: bool = False,
+        chunks: str = "maybe",
         can_stream: bool = True,
         micro_batches: int = 1,
     ) -> list[WayPlan]:
         """
         All usual ways to train, the cheapest of each kind first; `dtype` as in [`plan_memory`].
 
-        `own_loss`: the trainer computes the loss in chunks by itself. `can_stream`: it takes streamed layers. Each
-        micro-batch is divided into so many (`micro_batches`), so that the update stays.
+        `chunks`: whether the trainer computes the loss in chunks by itself, as in [`usual_ways`]. `can_stream`: layers
+        may be streamed. Each micro-batch is divided into so many (`micro_batches`), so that the update stays.
         """
         size, steps = self.setup.batch_size // micro_batches, self.setup.gradient_accumulation_steps * micro_batches
         setup = replace(self.setup, batch_size=size, gradient_accumulation_steps=steps)
         can_chunk = self._estimator(loaded(dtype, "full")[0], "full").reason_not_chunked is None
-        chunks = "never" if not can_chunk else "always" if own_loss else "maybe"
-        ways = usual_ways(dtype, setup, kinds, chunks=chunks, can_stream=can_stream)
+        ways = usual_ways(dtype, setup, kinds, chunks=chunks if can_chunk else "never", can_stream=can_stream)
         plans = [self.plan(way) for way in ways]
         # Where "auto" recomputes all layers, the next plan says the same.
         fixed = (plan.setup.activation_checkpointing != "auto" for plan in plans)
@@ -171,8 +185,23 @@ class Planner:
         reason = estimator.reason_not_chunked
         if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
-        setup = way.setup if way.kind == "full" else replace(way.setup, values_per_weight=None)
-        return WayPlan(**vars(estimator.best(setup)), way=way)
+        setup = replace(way.setup, evaluated=self._evaluated(way.weights))
+        plan = estimator.best(setup if way.kind == "full" else replace(setup, values_per_weight=None))
+        if setup.evaluated.whole:
+            logits = setup.tokens * estimator.shape.vocab
+            plan.table.add("activations", "device", logits * OF_TWO_LOGITS[way.setup.autocast, way.weights])
+        # While completions are made there are keys and values, and no activations.
+        cached = self._generates * self.setup.sequence_length * self._keys_and_values(way)
+        plan.table.add("activations", "device", max(cached - plan.table.get("activations", "device"), 0))
+        return WayPlan(**vars(plan), way=way)
+
+    def _keys_and_values(self, way: Way) -> int:
+        """Bytes of a token's keys and values in all layers, as if each attended to all tokens before it."""
+        config = self.config.get_text_config()
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        size = 2 if way.setup.autocast else getattr(torch, way.weights).itemsize
+        return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * size
 
     def _estimator(self, weights: str, kind: str) -> Estimator:
         if (weights, kind) not in self._estimators:

@@ -12,13 +12,14 @@ import torch
 import yaml
 from conftest import ByteText, config_values, mostly_slow, tiny_model
 from rig import vision
+from rig.live_bytes import LiveBytes
 from transformers import Gemma3TextConfig, GptOssConfig, HfArgumentParser, Qwen3MoeConfig
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.cli.options import CommandLine
 from hf_hybrid.compat import checkpointing_option
 from hf_hybrid.plan.models import build, read_config
-from hf_hybrid.plan.planner import plan_memory
+from hf_hybrid.plan.planner import OF_TWO_LOGITS, plan_memory
 from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
 
 SHORT = ("--sequence_length", "32")
@@ -239,12 +240,58 @@ def test_a_hub_id_without_a_network(refused, monkeypatch):
     assert "`HF_HUB_OFFLINE` is set" in refused("plan", "nobody/no-such-model")
 
 
-WRONG = (["--vram", "much"], ["--lora_r", "0"], ["--batch_size", "0"], ["--batch_size", "3", "--for", "grpo"])
+WRONG = (
+    ["--vram", "much"], ["--lora_r", "0"], ["--batch_size", "0"], ["--batch_size", "3", "--for", "grpo"],
+    ["--teacher", "x"], ["--teacher", "x", "--for", "dpo"],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("words", WRONG)
 def test_options_out_of_range(config_file, refused, words):
     assert words[0].removeprefix("--") in refused("plan", config_file, *SHORT, *words)
+
+
+def test_teachers_and_completions_count(config_file, plan, tmp_path):
+    def planned(*words):
+        plans = json.loads(plan(config_file, *SHORT, "--vram", "24GiB", "--ram", "64GiB", "--json", *words)[0])["plans"]
+        return {found["title"].partition(", bf16")[0]: found["categories"] for found in reversed(plans)}
+
+    teacher = ["--for", "distill", "--teacher", EXAMPLES / "qwen2.5-7b.json"]
+    alone, with_teacher, small = planned(), planned(*teacher), planned("--for", "distill", "--teacher", config_file)
+    weights = 4 * 7_615_616_512  # in fp32, as the student
+    more = {name: with_teacher[name]["weights"]["device"] - alone[name]["weights"]["device"] for name in alone}
+    assert more["full"] == pytest.approx(weights, rel=1e-3) and more["full, streamed"] < 0.3 * weights
+    assert with_teacher["full, streamed"]["weights"]["host"] > 0.8 * weights
+    held = [found["full"]["activations"]["device"] for found in (with_teacher, small, alone)]
+    assert held[0] == held[1] > held[2]
+    of_tasks = [
+        planned("--for", task)["full"]["activations"]["device"] for task in ("dpo", "kto", "reward", "rloo", "sft")
+    ]
+    assert of_tasks[0] == of_tasks[1] == of_tasks[2] > 1.9 * of_tasks[3] == 1.9 * of_tasks[4]
+    many = planned("--for", "grpo", "--gradient_accumulation_steps", "512")["full"]["activations"]["device"]
+    config = read_config(config_file)
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    assert many == 8 * 512 * int(SHORT[1]) * 4 * config.num_hidden_layers * width > 2 * of_tasks[3]
+
+
+@pytest.mark.parametrize("autocast, weights", OF_TWO_LOGITS)
+def test_what_the_distance_to_a_teacher_takes(autocast, weights):
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    tokens, vocabulary, dtype = 64, 2000, getattr(torch, weights)
+    states, head = torch.randn(1, tokens, 8, dtype=dtype), torch.nn.Linear(8, vocabulary, bias=False).to(dtype)
+    labels, peaks = torch.zeros(1, tokens, dtype=torch.long), []
+    for of_teacher in (False, True):
+        with LiveBytes(made_only=True) as live:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                logits = head(states)
+                if of_teacher:
+                    both = logits[:, :-1], head(states).detach()[:, :-1], labels[:, 1:]
+                    loss = gkd.GKDTrainer.generalized_jsd_loss(*both, num_items_in_batch=torch.tensor(tokens))
+            if not of_teacher:
+                loss = torch.nn.functional.cross_entropy(logits[0].float(), labels[0])
+            loss.backward()
+        peaks.append(live.peak / (tokens * vocabulary))
+    assert peaks[1] - peaks[0] == pytest.approx(OF_TWO_LOGITS[autocast, weights], rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "weights"), [
