@@ -11,9 +11,9 @@ fail; the environment keeps a total, from which it answers and gives the reward.
 (small models: with one token of twelve), and a conversation with a turn without a call, after seven calls, or at 500
 tokens.
 
-Both trainers train in turn on the same prompts, two steps of two with four completions each (SmolLM2: one of one),
-fp32, SGD, one thread. `generation` are the CPU seconds of all turns. Completions, masks of tools and rewards are
-compared, and the weights at the end.
+Both trainers train in turn on the same prompts, two steps of two with four completions each (SmolLM2: one of one with
+eight), fp32, SGD, one thread. `generation` are the CPU seconds of all turns. Compared are completions, masks of tools,
+rewards, and the weights at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 MODELS = ("smollm2", *(f"small-{name}" for name in SMALL))
-COMPLETIONS, MOST, CALLS = 4, 500, 7
+MOST, CALLS = 500, 7
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
     + SYSTEM.partition(" The tools")[0]
@@ -114,9 +114,9 @@ def agents_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def prompts_of(name: str) -> int:
-    """Return how many prompts a step has, and how many steps a run."""
-    return 1 if name == "smollm2" else 2
+def sizes_of(name: str) -> tuple[int, int]:
+    """Return how many prompts a step has, which are as many as a run has steps, and completions of each."""
+    return (1, 8) if name == "smollm2" else (2, 4)
 
 
 def build(name: str, tokenizer: Any) -> Any:
@@ -137,13 +137,13 @@ def train(arm: str, name: str) -> tuple[Clock, Any, list]:
     """Train. Return the clock, the trainer, and all that the generations gave."""
     trainer_class, config_class = ARMS[arm]
     set_seed(0)
-    tokenizer, count = agents_tokenizer(name), prompts_of(name)
+    tokenizer, (count, completions) = agents_tokenizer(name), sizes_of(name)
     model = build(name, tokenizer)
     questions = [f"Begin with {7 * row} and count to {90 + 11 * row}." for row in range(count * count)]
     data = Dataset.from_dict({"prompt": [[{"role": "user", "content": question}] for question in questions]})
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(
-            folder, max_steps=count, num_generations=COMPLETIONS, per_device_train_batch_size=count * COMPLETIONS,
+            folder, max_steps=count, num_generations=completions, per_device_train_batch_size=count * completions,
             max_completion_length=MOST, max_tool_calling_iterations=CALLS, learning_rate=1e-3, optim="sgd",
             shuffle_dataset=False, bf16=False, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1,
             disable_tqdm=True, dataloader_pin_memory=False, gradient_checkpointing=False,
@@ -181,8 +181,8 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
         found = {
             "equal": found.get("equal", True) and made["trl"][2] == made["hybrid"][2],
             "largest_difference": max((one - other).abs().max().item() for one, other in zip(theirs, ours)),
-            "turns": summary["turns"] / (prompts_of(name) ** 2 * COMPLETIONS), "tool_calls": summary["tool_calls"],
-            "tool_errors": summary["tool_errors"], "prefilled": computed,
+            "turns": summary["turns"] / (sizes_of(name)[0] ** 2 * sizes_of(name)[1]),
+            "tool_calls": summary["tool_calls"], "tool_errors": summary["tool_errors"], "prefilled": computed,
             "prefilled_share": computed / (computed + kept),
             "bytes_between_turns": summary["bytes_between_turns"],
             "plain_rollouts_because": summary["plain_rollouts_because"],

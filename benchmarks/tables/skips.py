@@ -158,6 +158,21 @@ def grpo_rows() -> str:
     return markdown([*heading, "CPU seconds of the update, TRL", "here", "ratio"], rows)
 
 
+@table("grpo-turns")
+def grpo_turns() -> str:
+    names = {"smollm2": "SmolLM2, 8 completions", "small-llama": "Llama, 4M, 2 x 4", "small-gemma3_text": "Gemma 3"}
+    names |= {"small-lfm2": "LFM2", "small-qwen3_5_text": "Qwen 3.5"}
+    rows = []
+    for name, words in names.items():
+        row = results("skips", "turns", "model").get(model=name)
+        assert row["equal"], "the page says that TRL's are the same"
+        shares = [f"{row[key]:.2f}" for key in ("prefilled_share", "share_of_seconds")]
+        seconds = medians({"seconds": row["generation"]}, 1)
+        rows.append([words, f"{row['turns']:.1f}", shares[0], *seconds, shares[1]])
+    heading = ["model", "turns of a completion", "tokens of prompts computed, of TRL's 1"]
+    return markdown([*heading, "CPU seconds of generation, TRL", "here", "share"], rows)
+
+
 @table("grpo-equal-rewards")
 def grpo_equal_rewards() -> str:
     rows = []

@@ -118,6 +118,7 @@ class Turns:
         self.forget()
 
     def forget(self) -> None:
+        self.images.forget()  # what an encoder has made of them
         self.known: list[Conversation] = []
         """Sorted by their tokens."""
         self._size = 0  # slots
@@ -332,13 +333,16 @@ def structure_of(model: Any) -> Any:
 
 def sums_of(model: Any) -> list[int]:
     """Return a number for each weight that changes with its bits, also with those that `weight.data` changes."""
-    sums = []
+    sums, versions = list[Tensor](), list[int]()
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if type(values := tensor.data) is Tensor:
-            values = values.reshape(-1).view(torch.uint8)
-            # As long words, of which a sum takes as long as to read them, and no doubling of all numbers is zero.
-            sums.append((values if len(values) % 8 else values.view(torch.int64)).sum())
-    return torch.stack(sums).tolist()
+        if type(values := tensor.data) is not Tensor:
+            versions.append(tensor._version)
+            continue
+        values = values.reshape(-1).view(torch.uint8)
+        # A sum of long words takes as long as to read them, and no doubling of all numbers leaves it as it was.
+        is_whole = len(values) % 8 == values.storage_offset() % 8 == 0
+        sums.append((values.view(torch.int64) if is_whole else values).sum())
+    return versions + (torch.stack(sums).tolist() if sums else [])
 
 
 def reason_not_in_pieces(generation: Generation) -> str | None:
