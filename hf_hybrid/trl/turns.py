@@ -182,7 +182,7 @@ class Turns:
             computed += sum(min(size, prompts.lengths[row]) for row in rows)
         width, device = max(prompts.lengths), generation.input_ids.device
         cache = self._cache(generation, self._prompts, None)
-        owner, places = indices(prompts.owner, device), self._table(self._prompts, width).to(device)
+        owner, places = indices(prompts.owner, device), self._table(self._prompts, width).to(device, non_blocking=True)
         of_prompts = torch.stack([logits[row] for row in range(len(now))])
         return Prefilled(of_prompts.index_select(0, owner), cache, owner, places, width, computed)
 
@@ -292,16 +292,18 @@ class Turns:
         """Note the conversations: prompts and their completions, [rows, tokens of the longest], as far as computed."""
         if self.is_full:
             return
-        ids, kept, tokens = [np.array(of, WORD).tobytes() for of in prompts.tokens], {}, completions.cpu().numpy()
-        for row in range(len(prompts.owner)):
-            kept[ids[prompts.owner[row]]] = self._prompts[prompts.owner[row]]
-        for places, lengths, begin, count in self._left:
-            for place, (row, length) in enumerate(zip(places.tolist(), lengths.tolist())):
-                prompt, own = prompts.owner[row], np.arange(min(length, count))
-                written = ids[prompt] + tokens[row, : len(own)].astype(WORD).tobytes()
-                kept[written] = Conversation(
-                    b"", np.concatenate([self._prompts[prompt].slots, begin + place * count + own])
-                )
+        ids, kept = [np.array(of, WORD).tobytes() for of in prompts.tokens], {}
+        tensors = [completions, *(tensor for of_rows in self._left for tensor in of_rows[:2])]
+        here = torch.cat([tensor.flatten() for tensor in tensors]).cpu()  # one wait for all
+        tokens, *left = (part.numpy() for part in here.split([tensor.numel() for tensor in tensors]))
+        tokens = tokens.reshape(completions.shape)
+        for number in prompts.owner:
+            kept[ids[number]] = self._prompts[number]
+        for (*_, begin, count), rows, lengths in zip(self._left, left[::2], left[1::2]):
+            for place, (row, length) in enumerate(zip(rows, lengths)):
+                number, own = prompts.owner[row], np.arange(min(length, count))
+                slots = np.concatenate([self._prompts[number].slots, begin + place * count + own])
+                kept[ids[number] + tokens[row, : len(own)].astype(WORD).tobytes()] = Conversation(b"", slots)
         everything = {**{one.ids: one for one in self.known}, **kept}
         ordered = sorted(everything)
         goes_on = {one for one, after in zip(ordered, ordered[1:]) if after.startswith(one)}
