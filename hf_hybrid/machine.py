@@ -58,11 +58,12 @@ def sharding_of(args: TrainingArguments) -> str | None:
     Return the mechanism that shards weights, gradients or states; `None` with one process, or DDP. The options ask for
     it, or the environment that `accelerate launch` sets.
     """
+    return next(iter(_sharding(args)), None)
+
+
+def _sharding(args: TrainingArguments) -> list[str]:
     asked = {"deepspeed": args.deepspeed, "fsdp": args.fsdp, "parallelism_config": args.parallelism_config}
-    for name, variable in _LAUNCHED.items():
-        if asked.get(name) or _is_on(variable):
-            return name
-    return None
+    return [name for name, variable in _LAUNCHED.items() if asked.get(name) or _is_on(variable)]
 
 
 def shards_by_fsdp2(args: TrainingArguments) -> bool:
@@ -72,6 +73,11 @@ def shards_by_fsdp2(args: TrainingArguments) -> bool:
     if args.fsdp:
         return (args.fsdp_plugin_args or {}).get("fsdp_version") == 2
     return os.environ.get("FSDP_VERSION") == "2"
+
+
+def windows_may_change(args: TrainingArguments) -> bool:
+    """Whether what shards the weights, if anything does, takes other micro-batches on which processes agree."""
+    return shards_by_fsdp2(args) or _sharding(args) in ([], ["deepspeed"])
 
 
 def mixed_precision_of(args: TrainingArguments) -> str:

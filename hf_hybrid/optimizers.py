@@ -485,7 +485,7 @@ def muon_groups(
 # Whose a function is.
 
 
-LIBRARIES = ("hf_hybrid", "transformers", "trl", "peft", "accelerate", "torch")
+LIBRARIES = ("hf_hybrid", "transformers", "trl", "peft", "accelerate", "torch", "deepspeed")
 """Packages whose functions are no code of a user."""
 
 

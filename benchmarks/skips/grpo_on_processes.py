@@ -1,7 +1,8 @@
 """
-CPU seconds of GRPO on two processes on the CPU under FSDP2, with and without the rows that have no advantage.
+CPU seconds of GRPO on two sharded processes on the CPU, with and without the rows that have no advantage.
 
     python -m benchmarks.skips.grpo_on_processes    # ten minutes; one thread each
+    python -m benchmarks.skips.grpo_on_processes --sharding zero3    # pip install deepspeed; compiles for a minute
 
 The model, prompts and rewards are those of grpo.py. Half of the prompts are so easy that their rows have no advantage.
 TRL's trainer, ours that computes every row (`exact_skips="off"`) and ours train in turn, from the same weights and
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from rig import fsdp2_on_cpu
+from rig import deepspeed_on_cpu, fsdp2_on_cpu
 from rig.processes import together
 from transformers import TrainerCallback
 
@@ -53,11 +54,14 @@ def measure(arm: str, folder: Path, steps: int, tokens: int, sharding: str) -> N
     if sharding == "fsdp2":
         fsdp2_on_cpu.enable()
         options = {**options, "fsdp": True}
+    elif sharding != "ddp":
+        deepspeed_on_cpu.enable()
+        options = {**options, "deepspeed": deepspeed_on_cpu.options(stage=int(sharding[-1]))}
     trainer = trainer_of(kind, SHARE, steps, tokens, folder / "run", **options)
     trainer.add_callback(after_first := AfterFirst(trainer))
     trainer.train()
     summary = trainer.hybrid_summary() if kind == "hybrid" else {}
-    weights, rank = trainer.accelerator.get_state_dict(trainer.model), os.environ["RANK"]
+    weights, rank = trainer.accelerator.get_state_dict(trainer.model_wrapped), os.environ["RANK"]
     found = dict(zip(("seconds", "generation"), after_first.seconds))
     found |= {name: summary.get(name) for name in ("rows", "rows_skipped", "rows_decoded_saved")}
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -81,7 +85,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="Steps of a run.")
     parser.add_argument("--rounds", type=int, default=3, help="Runs of each trainer.")
     parser.add_argument("--tokens", type=int, default=64, help="Length of a completion.")
-    parser.add_argument("--sharding", default="fsdp2", choices=("fsdp2", "ddp"))
+    parser.add_argument("--sharding", default="fsdp2", choices=("fsdp2", "ddp", "zero2", "zero3"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(args.results, "grpo_on_processes", ("sharding", "steps", "tokens"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hybrid.cli.console import quiet_imports, write_out
+from hf_hybrid.cli.loading import named_template
 from hf_hybrid.cli.options import ALIASES, TRAINING, CommandLine, read_file
 from hf_hybrid.cli.other_tools import Entry, table
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, split_private
@@ -147,6 +148,29 @@ class Conversion:
         for inner, held in value.items():
             self._convert(inner, held)
         return ""
+
+    def _template(self, key: str, value: Any, own: str) -> str:
+        if not (value == "plain" or "{" in str(value) or "/" in str(value) or named_template(str(value))):
+            return "the template of the tokenizer is used; chat_template_path takes a file, a model or a name of TRL's"
+        self.options[own] = value
+        return ""
+
+    def _tokens(self, key: str, value: Any, own: str) -> str:
+        if isinstance(value, dict):  # as older files have it
+            return self._special_tokens(key, value, "eos_token")
+        tokens = [token.strip() for token in value.split(",")] if isinstance(value, str) else value
+        self.options[own] = list(dict.fromkeys([*self.options.get(own, ()), *tokens]))
+        return ""
+
+    def _special_tokens(self, key: str, value: Any, own: str) -> str:
+        more = [*(value.get("additional_special_tokens") or ())]
+        if end := value.get("eos_token"):
+            self.options[own] = end
+            more.append(end)
+        if more:
+            self._tokens(key, more, "add_tokens")  # which adds none that is there
+        others = ", ".join(value.keys() - {"eos_token", "additional_special_tokens"})
+        return f"{others}: as the tokenizer has it" if others else ""
 
     def _wandb(self, key: str, value: Any, own: str) -> str:
         self.options.setdefault(own, "wandb")

@@ -9,15 +9,12 @@ export` finds the held-out rows again.
 
 from __future__ import annotations
 
-import bz2
 import contextlib
 import dataclasses
 import difflib
-import gzip
-import io
+import importlib
 import itertools
 import json
-import lzma
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -36,8 +33,8 @@ NOTE_NAME = "_hybrid_data.json"
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".traj": "json"}
 KINDS |= {f".{kind}": kind for kind in ("json", "csv", "parquet")}
 """By the ending of a file: the loader of `datasets`."""
-PACKED = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
-"""Endings that a file may have behind these."""
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstandard"}
+"""Endings that a file may have behind these, and the modules that unpack it."""
 EVAL_SHARE = 0.05
 
 
@@ -54,6 +51,7 @@ def check_paths(option: str, names: Sequence[str]) -> None:
                     f"`--{option} {name}` ends in `{path.suffix}`, and these files are read: {', '.join(KINDS)}, and "
                     f"these packed: {', '.join(PACKED)}."
                 )
+            _opener(path)
         elif kind_of(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
             what, folder = "file" if path.suffix else "file or folder", path.parent
             there = sorted(os.listdir(folder)) if folder.is_dir() else []
@@ -93,6 +91,15 @@ def new_names(columns: Sequence[str] | None) -> dict[str, str]:
 def kind_of(path: Path) -> str | None:
     """Return the loader of a file by its ending, packed or not."""
     return KINDS.get((path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower())
+
+
+def _opener(path: Path) -> Any:
+    """Return the module whose `open` reads a file, or refuse it with what to install."""
+    module = PACKED.get(path.suffix.lower(), "io")
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise OptionError(f"`{path}` is unpacked by {module}. Install it: pip install {module}") from None
 
 
 def load(option: str, name: str, split: str, config: str | None = None, streaming: bool = False) -> tuple[Any, str]:
@@ -202,8 +209,8 @@ def _names_in(path: Path) -> tuple[list[str], bool]:
 
 def _way_of(path: Path, kind: str) -> str | list[Any]:
     """How a file is divided into rows: by line or paragraph; or the rows of a JSON file that is one value."""
-    opened: Any = PACKED.get(path.suffix.lower(), io).open(path, "rt", encoding="utf-8-sig")
-    with opened as file:
+    read = lambda: _opener(path).open(path, "rt", encoding="utf-8-sig")  # noqa: E731
+    with read() as file:
         if kind == "text":  # as one document, a whole book would be tokenised in one piece
             blank = itertools.pairwise(line == "\n" for line in itertools.dropwhile("\n".__eq__, file))
             return "paragraph" if any(before and not after for before, after in blank) else "line"
@@ -214,7 +221,7 @@ def _way_of(path: Path, kind: str) -> str | list[Any]:
                 return "line"
         except ValueError:
             pass  # a value of several lines, or a broken row
-        file.seek(0)
+    with read() as file:
         try:
             return rows_of(json.load(file))
         except ValueError:

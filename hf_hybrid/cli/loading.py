@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import logging
-import os
 import re
 from collections.abc import Generator
 from dataclasses import fields
@@ -28,6 +29,11 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
 )
 """`--chat_template_path plain`: for a base model without a template. It needs no tokens of its own."""
+OTHER_NAMES = {
+    "chatml": "qwen3instruct2507", "qwen3nothink": "qwen3instruct2507", "qwen": "qwen25", "gemma2": "gemma",
+    "deepseek3": "deepseekv3", "phi": "phi3", "qwen2vl": "qwen25vl", "qwen3vlnothink": "qwen3vl",
+}  # fmt: skip
+"""What other tools call templates that TRL has, both as [`named_template`] compares them."""
 
 # Before torch is imported.
 
@@ -88,35 +94,82 @@ def take_adapter(options: Options) -> Path | None:
 # Small files.
 
 
-def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False, args: Any = None) -> Any:
-    """Load the tokenizer, with the end-of-text token and the chat template of TRL's options in `args`."""
+def load_tokenizer(options: ModelOptions, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of the options, as it is saved."""
     from transformers import AutoTokenizer
 
     model = str(options.model)
     name = options.tokenizer or (str(Path(model).parent) if Path(model).suffix == ".json" else model)
     revision = "main" if options.tokenizer else options.model_revision or "main"
     with refusing(f"No tokenizer can be loaded from `{name}`", "Name one with `--tokenizer`."):
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    if (end := getattr(args, "eos_token", None)) is not None:
-        if end not in tokenizer.get_vocab():
-            raise OptionError(f"`--eos_token {end}` is not in the vocabulary of the tokenizer.")
-        tokenizer.eos_token = end
-    path = getattr(args, "chat_template_path", None)
-    if path is None:
-        return tokenizer
-    if path == "plain":
-        if tokenizer.eos_token is None:
-            raise OptionError("`--chat_template_path plain` ends answers by an end-of-text token, and there is none.")
-        tokenizer.chat_template = PLAIN_TEMPLATE
-    elif os.path.isfile(path):
-        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-    else:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def equip(tokenizer: Any, options: ModelOptions, args: Any) -> list[str]:
+    """
+    Give a tokenizer the tokens, the chat template and the end-of-text token of the options, of which TRL has some in
+    `args`. Without one a template ends answers by the token that it writes behind them. Return the tokens that are new.
+    """
+    path, end = (getattr(args, name, getattr(options, name, None)) for name in ("chat_template_path", "eos_token"))
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens(options.add_tokens or [])
+    if path == "plain" and (end or tokenizer.eos_token) is None:
+        raise OptionError("`--chat_template_path plain` ends answers by an end-of-text token, and there is none.")
+    if path is not None:
+        with refusing(f"`--chat_template_path {path:.80}` cannot be taken"):
+            of_model = _take_template(tokenizer, path)
+            if tokenizer.bos_token is None and "bos_token" in tokenizer.chat_template:
+                tokenizer.chat_template = "{% set bos_token = '' %}" + tokenizer.chat_template
+            end = end or of_model or _end_of_answers(tokenizer)
+        args.chat_template_path = None  # done
+    if end is not None and end not in tokenizer.get_vocab():
         raise OptionError(
-            f"`--chat_template_path {path}` is neither a file nor `plain`. To copy the template and the tokens of "
-            "another model, call `trl.clone_chat_template` once and save the result."
+            f"`--eos_token {end}` is not in the vocabulary of the tokenizer. Add it: `--add_tokens {end}`."
         )
-    args.chat_template_path = None  # done
-    return tokenizer
+    if end is not None:
+        tokenizer.add_special_tokens({"eos_token": end})
+    return sorted(tokenizer.get_vocab().keys() - known.keys(), key=tokenizer.convert_tokens_to_ids)
+
+
+def named_template(name: str) -> Path | None:
+    """Return the file of a template that TRL has, by its name there or in other tools (`qwen_25` is `qwen2_5`)."""
+    trl, plain = importlib.util.find_spec("trl"), lambda name: re.sub(r"[\W_]", "", name.lower())
+    folder = Path(*trl.submodule_search_locations or ()) / "chat_templates" if trl else Path()
+    files = {plain(file.stem): file for file in folder.glob("*.jinja")}
+    return files.get(OTHER_NAMES.get(plain(name), plain(name)))
+
+
+def _take_template(tokenizer: Any, path: str) -> str | None:
+    """Set the template that a path, a name, another model or itself is; return the end-of-text token of a model."""
+    from transformers import AutoTokenizer
+
+    if path == "plain" or "{%" in path or "{{" in path:
+        tokenizer.chat_template = PLAIN_TEMPLATE if path == "plain" else path
+        return None
+    place = Path(path).expanduser()
+    file = place if place.is_file() else None if place.is_dir() else named_template(path)
+    if file is not None:
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        return None
+    if not place.is_dir() and "/" not in path:
+        raise OptionError(
+            f"`--chat_template_path {path}` is neither a file nor `plain`, `chatml` or a template of TRL (llama3, "
+            "gemma, qwen3, ...), nor a folder or an id on the Hub of a model that has one."
+        )
+    source: Any = AutoTokenizer.from_pretrained(  # as `trl.clone_chat_template`
+        str(place) if place.is_dir() else path, trust_remote_code=False
+    )
+    tokenizer.chat_template, known = source.get_chat_template(), tokenizer.get_vocab()
+    tokenizer.add_tokens([token for token in source.added_tokens_decoder.values() if token.content not in known])
+    return source.eos_token
+
+
+def _end_of_answers(tokenizer: Any) -> str | None:
+    """Return the first token of its own that the chat template writes behind an answer."""
+    chat = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "answer"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    added = tokenizer.get_added_vocab()
+    return next((token for token in tokenizer.tokenize(text.rpartition("answer")[2]) if token in added), None)
 
 
 def read_config(options: ModelOptions, trust_remote_code: bool = False) -> Any:
@@ -251,11 +304,13 @@ def make_repository(name: str, option: str, folder: str, how: dict[str, Any]) ->
         create_repo(name, exist_ok=True, **how)
 
 
-def load_model(options: Options, config: Any, adapter: Path | None = None, images: bool = False) -> Any:
+def load_model(
+    options: Options, config: Any, adapter: Path | None = None, images: bool = False, vocabulary: int = 0
+) -> Any:
     """
-    Load the model of a config, with the trained adapters of a folder (`adapter`) or without any, and with what encodes
-    `images`. The caller has set the seed that random weights are drawn with. An `ImportError` says what to install for
-    quantisation.
+    Load the model of a config, with the trained adapters of a folder (`adapter`) or without any, with what encodes
+    `images`, and with embeddings for a `vocabulary` of so many tokens. The caller has set the seed that random weights
+    are drawn with. An `ImportError` says what to install for quantisation.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
@@ -307,6 +362,8 @@ def load_model(options: Options, config: Any, adapter: Path | None = None, image
         size = sum(weight.nbytes for weight in loaded.parameters() if weight.ndim == 3)
         if size and (adapters.load_in_4bit or adapters.load_in_8bit):
             logger.warning("The experts of the model are not quantised, and take %.3g GiB.", size / 2**30)
+    if vocabulary > loaded.get_input_embeddings().weight.shape[0]:
+        loaded.resize_token_embeddings(vocabulary)
     if model.qat == "bitnet":
         from hf_hybrid.export.bitnet import to_bitnet
 
@@ -381,6 +438,31 @@ def adapters_config(options: AdapterOptions) -> Any:
         use_rslora=options.use_rslora, use_dora=options.use_dora, modules_to_save=options.lora_modules_to_save,
         task_type=options.lora_task_type, **more,
     )  # fmt: skip
+
+
+def train_tokens(config: Any, model: Any, ids: list[int]) -> None:
+    """Have adapters train the embeddings of new tokens at both ends of a model, where they do not train all of them."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = {name.rpartition(".")[2]: end for name, end in model.named_modules() if any(end is one for one in ends)}
+    biased = [name for name, end in names.items() if getattr(end, "bias", None) is not None]  # which peft leaves out
+    whole = [*(config.modules_to_save or ()), *biased]
+    if adapted := [name for name in names if name in (config.target_modules or ()) and name not in whole]:
+        raise OptionError(
+            f"Rows of new tokens are trained in `{adapted[0]}`, and `--lora_target_modules` puts adapters there. Leave "
+            f"it out there, or train all of it: `--lora_modules_to_save {adapted[0]}`."
+        )
+    config.modules_to_save = whole or None
+    config.trainable_token_indices = {name: ids for name in names if name not in whole} or None
+
+
+def finish_tokens(model: Any) -> None:
+    """Save of new tokens that adapters train their rows alone, and not whole tables; and let TRL read such a head."""
+    configs = getattr(model, "peft_config", {}).values()
+    if any(getattr(config, "trainable_token_indices", None) for config in configs):
+        model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
+        head = model.get_output_embeddings()
+        if head is not None and not hasattr(head, "bias"):
+            head.bias = None  # it has none, and peft's module around it does not say so
 
 
 def add_adapters(model: Any, config: Any, options: AdapterOptions) -> Any:

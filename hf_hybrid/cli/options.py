@@ -70,6 +70,7 @@ class ModelOptions(OptionGroup):
         "weights, are trained from scratch. Also --model_name_or_path.",
     )
     tokenizer: Optional[str] = option(None, "Tokenizer: id or folder. Default: that of the model.")
+    add_tokens: Optional[list[str]] = option(None, "Tokens to add. Their embeddings are trained, with adapters too.")
     model_revision: Optional[str] = option(None, "Branch, tag or commit of the model on the Hub.")
     from_scratch: bool = option(False, "Start from random weights, even if trained ones exist.")
     allow_new_weights: bool = option(False, "Train a checkpoint that lacks weights (random ones begin), or has others.")
@@ -85,7 +86,17 @@ class ModelOptions(OptionGroup):
 
 
 @dataclass
-class TextModelOptions(ModelOptions):
+class TemplateOptions(ModelOptions):
+    """Of commands whose training arguments lack what those of SFT have."""
+
+    chat_template_path: Optional[str] = option(
+        None, "Chat template: a file, a name (chatml, llama3, qwen3, plain, ...), or a model to take it from."
+    )
+    eos_token: Optional[str] = option(None, "Token that ends answers. Default: that of the chat template.")
+
+
+@dataclass
+class TextModelOptions(TemplateOptions):
     """Of `train`, whose training arguments lack what those of TRL have."""
 
     trust_remote_code: bool = option(False, "Run the code that a model on the Hub brings with it.")
@@ -277,6 +288,7 @@ DPO = Command(
     "hf_hybrid.trl.sft_dpo:HybridDPOConfig",
     "hf_hybrid.trl.sft_dpo:HybridDPOTrainer",
     "trl.DPOConfig",
+    model=TemplateOptions,
     training=("max_length", "beta"),
 )
 GRPO = Command(
@@ -285,6 +297,7 @@ GRPO = Command(
     "hf_hybrid.trl.rl:HybridGRPOConfig",
     "hf_hybrid.trl.rl:HybridGRPOTrainer",
     "trl.GRPOConfig",
+    model=TemplateOptions,
     more=(RewardOptions,),
     training=("num_generations", "max_completion_length", "temperature"),
     defaulted=("logging_steps", "logging_first_step", "learning_rate", "log_completions"),
@@ -295,6 +308,7 @@ KTO = Command(
     "hf_hybrid.trl.others:HybridKTOConfig",
     "hf_hybrid.trl.others:HybridKTOTrainer",
     "trl.KTOConfig",
+    model=TemplateOptions,
     training=("max_length", "beta"),
 )
 REWARD = Command(

@@ -288,9 +288,16 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         adapters.task_type = "SEQ_CLS"
     with args.main_process_first(desc="loading the tokenizer"):
         config = loading.read_config(options.model, options.trust_remote_code)
-        own_template = getattr(args, "chat_template_path", None) is not None
-        tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code, args)
-    loading.check_sizes(config, str(options.model.model), len(tokenizer), getattr(options.data, "sequence_length", 0))
+        own_template = any(getattr(held, "chat_template_path", None) for held in (args, options.model))
+        tokenizer = loading.load_tokenizer(options.model, options.trust_remote_code)
+        known = 0 if adapter is not None else len(tokenizer)  # adapters may have added some
+        new = loading.equip(tokenizer, options.model, args)
+    if new and adapter is not None:
+        raise OptionError(
+            f"`{new[0]}` is a new token, and training goes on with adapters that train no such token. Merge them into "
+            "their base first: `--adapter new`."
+        )
+    loading.check_sizes(config, str(options.model.model), known, getattr(options.data, "sequence_length", 0))
     reader = Reader.of(options)
     if args.eval_strategy != "no" and not reader.evaluates:
         raise OptionError(
@@ -319,7 +326,12 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
         console.print_fact("rewards", text)
     set_seed(args.seed)  # as if the data had taken no random numbers
     with args.main_process_first(desc="loading the model's files"):
-        model = loading.load_model(options, config, adapter, images)
+        model = loading.load_model(options, config, adapter, images, len(tokenizer))
+    if new:
+        more_than_shown = f", and {len(new) - 4:,} more" * (len(new) > 4)
+        console.print_fact("new tokens", f"{', '.join(new[:4])}{more_than_shown}: their embeddings are trained")
+        if adapters is not None:
+            loading.train_tokens(adapters, model, tokenizer.convert_tokens_to_ids(new))
     if images and adapters is not None and adapters.target_modules == "all-linear":
         adapters.exclude_modules = loading.around_images(model)
         console.print_fact("adapters", "on the language model; what encodes images stays as it is")
@@ -338,6 +350,7 @@ def make_trainer(options: Options) -> tuple[Any, Reader]:
     trainer = imported(command.trainer)(
         model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=processing, **more
     )
+    loading.finish_tokens(trainer.model)
     if "learning_rate" in options.defaulted:
         from hf_hybrid.run.adapters import reward_rate
 

@@ -29,6 +29,7 @@ import itertools
 import json
 import logging
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -491,8 +492,9 @@ def warn_of_traps(rows: Any, tokenizer: Any, model: Any) -> None:
     sample = list(itertools.islice(rows, 8))
     if marks := set(_MARK.findall(tokenizer.decode(sample[0]["input_ids"]))) - tokenizer.get_vocab().keys():
         logger.warning(
-            "`%s` in the rows: no token of the vocabulary, but learned in pieces. Choose the tokenizer that belongs to "
-            "the chat template, or another template with `--chat_template_path`.", "`, `".join(sorted(marks)),
+            "`%s` in the rows: no token of the vocabulary, but learned in pieces. Add them by `--add_tokens %s`, or "
+            "choose the tokenizer that belongs to the chat template.",
+            "`, `".join(sorted(marks)), shlex.join(sorted(marks)),
         )  # fmt: skip
     ends: set[Any] = {tokenizer.eos_token_id}
     for config in (model.config.get_text_config(), model.generation_config):

@@ -95,7 +95,7 @@ def export(
     weights = own if dtype == "auto" else getattr(torch, dtype)
     if format == MERGED and dtype == "auto" and own is not torch.float16:
         weights = torch.bfloat16
-    check_format(format, config, tokenizer)
+    check_format(format, config, tokenizer, source)
     held_out = measure.checked(batches or ())
     warning = NOT_TRAINED if format == "bitnet" and not trains_bitnet(config) else None
     if warning is not None:

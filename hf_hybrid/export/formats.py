@@ -63,12 +63,13 @@ _INSTALLS = {
 }  # fmt: skip
 
 
-def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
+def check_format(name: str, config: PreTrainedConfig, tokenizer: Any, source: Path) -> None:
     """Refuse a format that does not exist, or that cannot be written here for this model, with what to do instead."""
     if name not in FORMATS:
+        kind, half = name.removeprefix("gguf-"), Path(f"{source}-gguf-f16", GGUF_NAME)
         llama_cpp = (
-            f" `{name}` is written by llama.cpp's own tool: export `gguf-f16`, install llama.cpp, and run "
-            f"`llama-quantize {GGUF_NAME} OUTPUT.gguf {name.removeprefix('gguf-')}`."
+            f" `{name}` is written by llama.cpp's own tool: `hf-hybrid export {source} --format gguf-f16`, then "
+            f"`llama-quantize {half} {half.with_stem(kind)} {kind}`."
         )
         advice = llama_cpp * name.startswith("gguf-")
         raise ExportError(f"`format` must be one of {', '.join(FORMATS)}, got `{name}`.{advice}")
@@ -78,7 +79,10 @@ def check_format(name: str, config: PreTrainedConfig, tokenizer: Any) -> None:
     if package is not None and importlib.util.find_spec(package) is None:
         raise ExportError(f'`format={name}` needs {package}. Install it: pip install "{_INSTALLS[package]}"')
     if package == "gguf" and (reason := gguf.reason_not_written(config, tokenizer)) is not None:
-        raise ExportError(f"`format={name}`: {reason} Convert the model with llama.cpp's `convert_hf_to_gguf.py`.")
+        raise ExportError(
+            f"`format={name}`: {reason} Convert the model with llama.cpp: `hf-hybrid export {source} --format merged`, "
+            f"then `python convert_hf_to_gguf.py {source}-merged`."
+        )
 
 
 def device() -> torch.device:

@@ -71,14 +71,13 @@ class Costs(NamedTuple):
         config, tables = base.config.get_text_config(), {}
         for table in (base.get_input_embeddings(), base.get_output_embeddings()):
             if table is not None:
-                tables[id(table.weight)] = table.weight.numel()
+                tables[id(table.weight)] = _weights_of(table.weight)
         weights = trained = of_images = 0.0
         sees = set() if (encoder := encoder_of(base)) is None else set(map(id, encoder.parameters()))
         sees -= set(map(id, base.get_decoder().parameters()))
         for name, parameter in model.named_parameters():
             if id(parameter) not in tables:
-                packed = getattr(parameter, "quant_state", None) or parameter  # two weights in a byte
-                count = math.prod(packed.shape) * (_share_of_experts(config) if ".experts." in name else 1.0)
+                count = _weights_of(parameter) * (_share_of_experts(config) if ".experts." in name else 1.0)
                 if id(parameter) in sees:
                     of_images += count * patches_of(encoder) ** 2
                     continue
@@ -108,6 +107,12 @@ class Costs(NamedTuple):
     def _layers(self, tree: Tree) -> float:
         """Return the operations of a tree without the head."""
         return tree.size * self.token + sum(map(attrgetter("pairs"), tree.segments)) * self.pair
+
+
+def _weights_of(parameter: Any) -> int:
+    """Return how many weights a parameter stands for, which may be packed (two in a byte) or elsewhere (ZeRO-3)."""
+    packed = getattr(parameter, "quant_state", None) or parameter
+    return getattr(packed, "ds_numel", math.prod(packed.shape))
 
 
 def _width_of_attention(config: Any) -> int:

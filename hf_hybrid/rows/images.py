@@ -228,13 +228,13 @@ class Images:
                 del self._kept[of_image]
                 if leaves is not None:
                     self._waiting.append((parts, self._leaves.pop(of_image)))
-        pooled, *layers = (torch.cat(parts)[row.index.to(parts[0].device)] for parts in zip(*chosen))
+        found = [torch.cat(parts)[row.index.to(parts[0].device)] for parts in zip(*chosen)]
         if not self.keeps:
             self._kept.clear()
         output = self._kinds[key]
-        more = {"deepstack_features": [[layer] for layer in layers]} if layers else {}
-        pooled = pooled if torch.is_tensor(output.pooler_output) else [pooled]
-        return type(output)(pooler_output=pooled, **more)
+        # By image, or of all together, as it has them.
+        pooled, *layers = (one if torch.is_tensor(of) else [one] for of, one in zip(_parts_of(output), found))
+        return type(output)(pooler_output=pooled, **({"deepstack_features": layers} if layers else {}))
 
     def run_backward(self) -> None:
         """Take the gradients of features through the encoder, of images that stand in no later flat row."""
@@ -348,9 +348,14 @@ def in_turn(rows: Sequence[dict[int, Any]]) -> list[dict[int, Any]]:
     return found
 
 
+def _parts_of(output: Any) -> list[Any]:
+    """Return the features that stand for tokens, and those of layers."""
+    return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+
+
 def _tensors_of(output: Any) -> list[Tensor]:
-    """Return the features of all images, each `[tokens, width]`: those that stand for tokens, and those of layers."""
-    parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    """Return these of all images, each `[tokens, width]`."""
+    parts = _parts_of(output)
     joined = [part if torch.is_tensor(part) else torch.cat([one.flatten(0, -2) for one in part]) for part in parts]
     return [part.flatten(0, -2) for part in joined]
 

@@ -39,7 +39,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_hybrid.machine import mixed_precision_of, sharding_of, shards_by_fsdp2
+from hf_hybrid.machine import mixed_precision_of, sharding_of, windows_may_change
 from hf_hybrid.part import Phase, Step
 from hf_hybrid.rows.attention import FlatRow
 from hf_hybrid.rows.costs import share_saved
@@ -508,9 +508,9 @@ def reason_not_shared(trainer: TrainerView) -> str | None:
     args = trainer.args
     if (reason := reason_in_loss(trainer)) is not None:
         return reason
-    if (sharding := sharding_of(args)) is not None and not shards_by_fsdp2(args):
-        return f"`{sharding}` is not known to take windows in which processes agree on micro-batches"
-    if sharding is not None and args.torch_compile:
+    if not windows_may_change(args):
+        return f"`{sharding_of(args)}` is not known to take windows in which processes agree on micro-batches"
+    if (sharding := sharding_of(args)) is not None and args.torch_compile:
         return f"`{sharding}` compiles with `torch_compile=True` what it wraps"
     if args.n_gpu > 1:
         return "`DataParallel` divides each batch over several GPUs"

@@ -90,8 +90,7 @@ def reason_not_by_rule(trainer: TrainerView) -> str | None:
         return f"no default rate is known for adapters of the type `{other[0]}`"
     if start := [config.init_lora_weights for config in configs if config.init_lora_weights is not True]:
         return f"no default rate is known for adapters that begin as `init_lora_weights={start[0]}`"
-    adapters = {id(parameter) for _, own in _lora_layers(model) for parameter in own}
-    if any(p.requires_grad and id(p) not in adapters for p in model.parameters()):
+    if _trains_others(model):
         return "other weights are trained beside them"
     if (name := optimizer_unlike_adam(trainer)) is not None:
         return f"no default rate is known for the optimizer `{name}`"
@@ -107,12 +106,17 @@ def reward_rate(trainer: TrainerView) -> float | None:
     """Return the learning rate of the rule for GRPO, before its optimizer is made; `None` where the rule has none."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     layers, width = list(_lora_layers(model)) if trains_adapters(trainer) else [], _width(model)
-    adapters = {id(parameter) for _, own in layers for parameter in own}
-    others = any(p.requires_grad and id(p) not in adapters for p in model.parameters())
-    if not layers or others or width is None or optimizer_unlike_adam(trainer) is not None:
+    if not layers or _trains_others(model) or width is None or optimizer_unlike_adam(trainer) is not None:
         return None
     rate = OF_REWARDS * adapter_rate(alpha=max(alpha for alpha, _ in layers), width=width)
     return max(trainer.args.learning_rate, min(MAX_ADAPTER_RATE, rate))
+
+
+def _trains_others(model: torch.nn.Module) -> bool:
+    """Whether more is trained than adapters and the embeddings of new tokens, which are trained at their rate."""
+    adapters = {id(parameter) for _, own in _lora_layers(model) for parameter in own}
+    trained = (name for name, p in model.named_parameters() if p.requires_grad and id(p) not in adapters)
+    return not all(".trainable_tokens_delta." in name for name in trained)
 
 
 def _width(model: torch.nn.Module) -> int | None:

@@ -230,21 +230,19 @@ class ExactSkips:
         self._reached: dict[torch.nn.Parameter, bool] = {}
         """Whether a parameter got a gradient, for those that were trained when something was computed."""
 
-    def plan(
-        self, batches: list[Batch], *, ends_window: bool, needs_one: bool, leave_out: bool, by_prompt: bool
-    ) -> dict[str, int]:
+    def plan(self, batches: list[Batch], *, at_least: int, leave_out: bool, by_prompt: bool) -> dict[str, int]:
         """
         Plan the next micro-batches in place of TRL's `batches`, which are of one generation batch and one window.
         Return what the run counts: rows, those not computed, and micro-batches without any.
 
-        The computed ones come last: processes exchange gradients in the last backward pass of a window. `needs_one`
-        asks for that one. With `leave_out` rows that do not count are left out, with `by_prompt` rows of the same
-        prompt are put together.
+        The computed ones come last: processes exchange gradients in the last backward pass of a window. At least
+        `at_least` of them are computed, each with a row. With `leave_out` rows that do not count are left out, with
+        `by_prompt` rows of the same prompt are put together.
         """
         here = on_host(batches)
         counts = self.counts(here) if leave_out else torch.ones(len(here["advantages"]), dtype=torch.bool)
         total, size = len(counts), len(counts) // len(batches)
-        needed = max(self.agree(int(counts.sum())), int(ends_window and needs_one))
+        needed = max(self.agree(int(counts.sum())), at_least)
         computed, rows, count = list(batches), torch.arange(total), len(batches)
         if needed < total or by_prompt:
             rows = torch.argsort(counts.logical_not().int(), stable=True)[:needed].sort().values
@@ -253,7 +251,7 @@ class ExactSkips:
                 if "pixel_values" in batches[0]:
                     prompts = torch.cat([prompts, sums_of_images(batches)], dim=1)
                 rows = rows[prompts.unique(dim=0, return_inverse=True)[1][rows].argsort(stable=True)]
-            count = -(-needed // size)
+            count = max(-(-needed // size), at_least)
             computed = rebin(batches, rows, count, self.mean) if count else []
         parts, avoided = rows.tensor_split(count) if count else (), len(batches) - count
         self.computed, self.planned = computed, deque([*[None] * avoided, *computed])

@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_map_only
 
 from hf_hybrid.arguments import HybridArguments, as_declared, check_range, hybrid_values, option, options_of
 from hf_hybrid.compat import trl_error
-from hf_hybrid.machine import PendingRead, device_memory, sharding_of, shards_by_fsdp2
+from hf_hybrid.machine import PendingRead, device_memory, sharding_of, shards_by_fsdp2, windows_may_change
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.exchange import Exchange
-from hf_hybrid.rows.facts import Marks
+from hf_hybrid.rows.facts import Marks, of_user
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
 from hf_hybrid.rows.tree import Rows, rows_of_states
 from hf_hybrid.run.fallbacks import Fallbacks
@@ -202,10 +202,12 @@ class Rollouts(Part):
         generates_at = trainer._step - trainer._step % (per_generation * trainer.num_iterations)
         generates_at += per_generation * trainer.num_iterations
         coming = range(trainer._step, min(window_ends_at, generates_at))
+        needs_one = trainer.accelerator.num_processes > 1 or not self.skips.knows(trainer.model)
+        # The first backward pass of a window begins DeepSpeed's sums of gradients.
+        in_all = trainer._sharding == "deepspeed"
         counts = self.skips.plan(
             [generated[step % per_generation] for step in coming],
-            ends_window=coming.stop == window_ends_at,
-            needs_one=trainer.accelerator.num_processes > 1 or not self.skips.knows(trainer.model),
+            at_least=len(coming) if in_all else int(needs_one and coming.stop == window_ends_at),
             leave_out=self.leaves_out,
             by_prompt=self.by_prompt,
         )
@@ -657,9 +659,10 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return RowsStay(f"`{place}` is not TRL's, and sees each micro-batch", f"train without `{place}`")
         if self.run.step.acts is not None:
             return RowsStay(self.run.step.acts)
-        if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in self.model.parameters()):
+        of_weights = [of for w in self.model.parameters() for of in (w._backward_hooks, w._post_accumulate_grad_hooks)]
+        if of_user([hook for of in of_weights if of for hook in of.values()]):
             return RowsStay("a hook on a weight sees the gradient of each micro-batch")
-        if self._sharding is not None and not shards_by_fsdp2(self.args):
+        if not windows_may_change(self.args):
             return RowsStay(f"`{self._sharding}` counts the backward passes of a step")
         if steps_in_backward(optimizer := optimizer_name(self.args)):
             return RowsStay(f"`optim={optimizer}` steps inside the backward pass", "set another `optim`")

@@ -71,8 +71,10 @@ warmup_ratio: 0.1
 evals_per_epoch: 2
 saves_per_epoch: 1
 wandb_project:
-special_tokens: {pad_token: "<|end|>"}
-eot_tokens: ["<|end|>"]
+special_tokens: {pad_token: "<|end|>", eos_token: "<|im_end|>"}
+tokens: ["<|im_start|>"]
+chat_template: chatml
+eot_tokens: ["<|im_end|>"]
 sdp_attention: true
 """,
     "axolotl texts": """
@@ -248,12 +250,16 @@ def test_values_are_taken_over(folder, cli, tmp_path, monkeypatch):
     assert (values["eval_strategy"], values["eval_steps"], values["save_strategy"]) == ("steps", 0.5, "epoch")
     assert values["attn_implementation"] == "sdpa" and values["activation_checkpointing"] is True
     assert not {"bf16", "assistant_only_loss", "report_to", "env"} & values.keys()
+    assert values["chat_template_path"] == "chatml" and values["eos_token"] == "<|im_end|>"
+    assert values["add_tokens"] == ["<|im_end|>", "<|im_start|>"]
     (tmp_path / "b.yml").write_text(
-        "base_model: model\nwandb_project: mine\nrl: ipo\nload_in_4bit: true\nadapter: qlora"
+        "base_model: model\nwandb_project: mine\nrl: ipo\nload_in_4bit: true\nadapter: qlora\n"
+        "tokens: {eos_token: <e>, pad_token: <p>}\nchat_template: tokenizer_default"
     )
     values = yaml.safe_load(cli("convert", tmp_path / "b.yml")[0])
     assert values["env"] == {"WANDB_PROJECT": "mine"} and values["report_to"] == "wandb" and values["peft"] == "qlora"
     assert values["command"] == "dpo" and values["loss_type"] == ["ipo"]
+    assert values["eos_token"] == "<e>" and values["add_tokens"] == ["<e>"] and "chat_template_path" not in values
 
 
 @pytest.mark.parametrize("keys, count", [(AXOLOTL, 80), (LLAMA_FACTORY, 60)])

@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import shlex
+import sys
 
 import pytest
 from rig.byte_llama import assistant, chat_tokenizer, save_llama, user
@@ -179,6 +180,29 @@ def test_a_file_is_read_right_or_refused_with_advice_that_works(tmp_path, comman
     if command == "sft":  # the rewards of grpo get what is left
         named, unread = re.findall(r"`(\w+)`", said), {"id", "task_id", "agent", "environment", "trajectory", "info"}
         assert {*named} >= unread & {*re.findall(r'"(\w+)":', str(content))}
+
+
+@pytest.mark.parametrize("name", ["packed.jsonl.zst", "packed.json.zst", "packed.csv.zst", "packed.txt.zst"])
+def test_files_of_zstd_are_read(tmp_path, name):
+    zstandard = pytest.importorskip("zstandard")
+    content, first = {
+        "jsonl": (lines({"messages": CHAT}), {"messages": CHAT}), "csv": (f"question,answer\n{Q},{A}\n", ASKED),
+        "json": (json.dumps([{"messages": CHAT}] * 3, indent=1), {"messages": CHAT}), "txt": (Q, {"text": Q}),
+    }[name.split(".")[1]]  # fmt: skip
+    (tmp_path / name).write_bytes(zstandard.compress(content.encode()))
+    for path in (tmp_path / name, tmp_path):
+        row = read("sft", path)[0].rows[0]
+        assert {key: row[key] for key in first} == first
+
+
+def test_a_file_of_zstd_says_what_to_install(tmp_path, monkeypatch, refused):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "rows.jsonl.zst").write_bytes(b"packed")
+    told = refused("sft", "--model", "m", "--dataset", tmp_path / "rows.jsonl.zst")
+    assert "is unpacked by zstandard. Install it: pip install zstandard" in told
+    (tmp_path / "more.jsonl.zst").write_bytes(b"packed")
+    with pytest.raises(OptionError, match="Install it: pip install zstandard"):
+        read("sft", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["odd names.jsonl", "images.jsonl", "factory.jsonl", "tokens.jsonl", "packed.csv.gz"])

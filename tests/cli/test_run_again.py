@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 from conftest import ByteText, tiny_model
 from rig.byte_llama import END, byte_tokenizer, llama_config
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.cli import progress
@@ -40,6 +41,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     byte_tokenizer(eos_token=END).save_pretrained("model")
     llama_config(max_position_embeddings=64).save_pretrained("model")
+    shutil.copytree("model", "other")
     for name, word in (("text.txt", "one "), ("other.txt", "two ")):
         Path(name).write_text("\n\n".join(word * 40 for _ in range(12)), encoding="utf-8")
     return tmp_path
@@ -51,11 +53,18 @@ def left(folder=Path("out")):
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def script(resume=None, ends=None, **options):
+def script(resume=None, ends=None, samples=30, plain=False, **options):
     """A script of a user, as it is started again and again. Returns its trainer."""
-    options = {"max_steps": 6, "save_steps": 2, "learning_rate": 1e-3, **options}
-    args = HybridConfig("out", use_cpu=True, report_to=[], disable_tqdm=True, async_save=False, **options)
-    trainer = HybridTrainer(tiny_model(), args, train_dataset=ByteText(30), callbacks=[ends] if ends else [])
+    options = {
+        "max_steps": 6,
+        "save_steps": 2,
+        "learning_rate": 1e-3,
+        **({} if plain else {"async_save": False}),
+        **options,
+    }
+    kind, config = (Trainer, TrainingArguments) if plain else (HybridTrainer, HybridConfig)
+    args = config("out", use_cpu=True, report_to=[], disable_tqdm=True, **options)
+    trainer = kind(tiny_model(), args, train_dataset=ByteText(samples), callbacks=[ends] if ends else [])
     try:
         trainer.train(resume_from_checkpoint=resume)
     except (Killed, KeyboardInterrupt):
@@ -89,13 +98,20 @@ BY_COMMAND = {
     "ended": (None, {}, 6),
     "other data": (None, {"data": "other.txt"}, None),
     "data that were changed": (None, {"more": "three"}, None),
+    "another model": (None, {"words": ["--model", "other"]}, None),
     "other options": (Ends(3), {"words": ["--learning_rate", "1e-2"]}, None),
     "of a script": (script, {}, None),
 }
 BY_SCRIPT = {
     "killed before its first save": (Ends(1), None, 0),
-    "killed after a save": (Ends(3), "auto", 2),
+    "killed after a save": (Ends(3), None, 0),
+    "killed after a save, and to go on": (Ends(3), "auto", 2),
+    "stopped by Ctrl-C": (Ends(3, interrupt=True), None, 0),
+    "stopped by Ctrl-C, and to go on": (Ends(3, interrupt=True), "auto", 2),
     "ended": (None, None, 0),
+    "of other data": (None, {"samples": 20}, 0),
+    "of plain Trainer": ("plain", None, 0),
+    "of a command": ("command", None, 0),
     "of other options": (None, {"learning_rate": 1e-2, "max_steps": 4}, 0),
 }
 
@@ -132,9 +148,9 @@ def test_the_same_command_goes_on_and_another_is_refused(folder, command, before
 
 
 @pytest.mark.parametrize("before", BY_SCRIPT)
-def test_a_script_that_is_started_again_trains(folder, caplog, before):
+def test_a_script_that_is_started_again_trains(folder, caplog, command, before):
     how, again, begins = BY_SCRIPT[before]
-    script(ends=how)
+    command() if how == "command" else script(plain=True) if how == "plain" else script(ends=how)
     files = {name: held for name, held in left().items() if name.startswith("checkpoint-")}
     caplog.clear()
     trainer = script("auto" if again == "auto" else None, **(again if isinstance(again, dict) else {}))

@@ -17,15 +17,20 @@ from conftest import ByteText, mostly_slow, tiny_model
 from huggingface_hub import ModelCard
 from rig import trainers
 from rig.run_folders import change
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.utils.logging import is_progress_bar_enabled
 
@@ -52,6 +57,49 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def spaced_tokenizer(prefix: bool = False, **ends) -> PreTrainedTokenizerFast:
+    """BPE over whole texts in which a space is `▁`, with bytes for unknown letters, as of SentencePiece."""
+    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("th", "e"), ("▁", "▁"), ("i", "n"), ("in", "g"), ("▁", "o")]
+    words = ["<unk>", "<s>", "<|end|>", *(f"<0x{byte:02X}>" for byte in range(256)), *map("".join, merges)]
+    words += [*"▁theo ing,rndx12mf"]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(word for word in words if word != " "))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    steps = [normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(steps) if prefix else steps[0]
+    ends = {"bos_token": "<s>", "eos_token": "<|end|>", "unk_token": "<unk>", "pad_token": "<|end|>", **ends}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
+
+
+KINDS = (Qwen3Config, MistralConfig, Qwen3MoeConfig, Phi3Config, Gemma2Config, Gemma3TextConfig)
+
+
+def of_kind(kind, tied: bool, **values):
+    """A small model of a kind, with fewer heads of keys than of queries, some heads wide and some windows small."""
+    gemma, head = "Gemma" in kind.__name__, {Qwen3Config: 128, Gemma2Config: 256, Gemma3TextConfig: 256}.get(kind, 16)
+    shape = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head,
+        "num_hidden_layers": 7 if gemma else 2,
+    }
+    shape |= {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 264, "max_position_embeddings": 64}
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    if kind is Gemma3TextConfig:
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+    own = {
+        MistralConfig: {"sliding_window": 48}, Phi3Config: {"sliding_window": 48, "pad_token_id": 0},
+        Qwen3MoeConfig: {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True},
+        Gemma2Config: {"sliding_window": 16}, Gemma3TextConfig: {"sliding_window": 16},
+    }  # fmt: skip
+    shape |= {"tie_word_embeddings": tied, "rope_parameters": rope, "rms_norm_eps": 1e-3, **own.get(kind, {}), **values}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))  # no bias is zero, and no norm one
+    return model.eval()
 
 
 def trained(folder: Path, model=None, callbacks=(), **options) -> HybridTrainer:
@@ -168,29 +216,20 @@ def test_exports_generate_in_a_fresh_process_what_they_generate_in_memory(export
 
 
 @pytest.mark.parametrize(
-    "kind, tied", [(LlamaConfig, True), (LlamaConfig, False), (Qwen2Config, True), (Qwen3Config, False)]
+    "kind, tied", [(LlamaConfig, True), (LlamaConfig, False), (Qwen2Config, True), *((kind, False) for kind in KINDS)]
 )
 def test_gguf_holds_the_same_model_and_tokenizer(tmp_path, kind, tied):
     pytest.importorskip("gguf")
-    # Fewer heads of keys than of queries, and in Qwen3 heads that are not as wide as their share of the hidden size.
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128 if kind is Qwen3Config else 16}
-    shape |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 264}
-    rope = {"rope_type": "default", "rope_theta": 500.0}
-    config = kind(
-        **shape, tie_word_embeddings=tied, rope_parameters=rope, max_position_embeddings=64, rms_norm_eps=1e-3
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))  # no bias is zero, and no norm one
+    tied = tied or "Gemma" in kind.__name__
+    model = of_kind(kind, tied)
     model.save_pretrained(tmp_path / "run")
     bpe_tokenizer().save_pretrained(tmp_path / "run")
     result = exporter.export(tmp_path / "run", tmp_path / "export", "gguf-f16")
     assert result["original"]["loss"] is None and result["loss_change"] is None
     read = loaded(tmp_path / "export", "gguf")
     assert read.config.tie_word_embeddings == tied
-    assert read.config.max_position_embeddings == 64 and read.config.rms_norm_eps == pytest.approx(1e-3)
+    positions = 48 if kind in (MistralConfig, Phi3Config) else 64  # their window
+    assert read.config.max_position_embeddings == positions and read.config.rms_norm_eps == pytest.approx(1e-3)
     ids = torch.arange(40)[None]
     torch.testing.assert_close(read(ids).logits, model(ids).logits, atol=2e-3, rtol=1e-2)
     text = "the other thing,  and 12 more<|end|>"
@@ -616,13 +655,16 @@ def test_formats_that_cannot_be_written_are_refused_with_what_to_do(run, tmp_pat
         return str(error.value)
 
     assert "`format` must be one of merged, int8, " in refusal("int3")
-    assert "`llama-quantize model.gguf OUTPUT.gguf q4_k_m`" in refusal("gguf-q4_k_m")
+    half = f"{run}-gguf-f16"
+    said = f"--format gguf-f16`, then `llama-quantize {half}/model.gguf {half}/q4_k_m.gguf q4_k_m`."
+    assert refusal("gguf-q4_k_m").endswith(said)
     assert "`dtype` must be one of auto" in refusal("int8", dtype="fp8")
     tiny_model(vocab_size=264).save_pretrained(tmp_path / "narrow")
     assert "takes rows of a multiple of 64 weights" in refusal("nf4", tmp_path / "narrow")
     assert "the run has none" in refusal("gguf-q8_0", tmp_path / "narrow")
     AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt2")
     assert "models of type `gpt2` are not written" in refusal("gguf-q8_0", tmp_path / "gpt2")
+    assert f"then `python convert_hf_to_gguf.py {tmp_path / 'gpt2'}-merged`." in refusal("gguf-f16", tmp_path / "gpt2")
     tiny_model(vocab_size=264, attention_bias=True).save_pretrained(tmp_path / "narrow")
     assert "`attention_bias=True` is not written" in refusal("gguf-q8_0", tmp_path / "narrow")
     tiny_model(vocab_size=264, hidden_size=64).save_pretrained(tmp_path / "silent")

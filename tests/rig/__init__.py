@@ -11,6 +11,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `chats.py` | chats and pairs of Python's help, and SFT and DPO of them |
 | `circles.py` | which files of the package import each other |
 | `completions.py` | tiny models that complete prompts, and `generate` beside this package |
+| `deepspeed_on_cpu.py` | accelerate's way to DeepSpeed for processes on the CPU |
 | `fails_backward.py` | a kernel that works forward and fails backward |
 | `fake_device.py` | a device with a limit of bytes, or of sequences, that raises what a GPU's allocator raises |
 | `fresh_process.py` | a process that imports every module, trains, and looks what that did |

@@ -1,4 +1,4 @@
-"""Windows of two processes, under DDP and FSDP2: they agree on micro-batches, and end at the weights of one process."""
+"""Windows of two processes, also sharded: they agree on micro-batches, and end at the weights of one process."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import torch
 import transformers
 from conftest import mostly_slow
 from packaging.version import Version
-from rig import fsdp2_on_cpu, trainers
+from rig import deepspeed_on_cpu, fsdp2_on_cpu, trainers
 from rig.processes import together
 from rig.sft_rows import KINDS, SIZES, Text, lively, pad, row
 from safetensors.torch import load_file, save_file
@@ -30,6 +30,7 @@ from hf_hybrid.rows import comparison, exchange, recurrent
 
 pytestmark = pytest.mark.processes
 SHARDING = {"ddp": {}, "ddp, compiled": {"torch_compile_backend": "aot_eager"}, "fsdp2": {"fsdp": True}}
+SHARDING |= {f"zero{stage}": {"deepspeed": deepspeed_on_cpu.options(stage)} for stage in (1, 2, 3)}
 
 
 def uneven(count=48, all_learned=False):
@@ -72,7 +73,7 @@ COMPARED = {
     "lfm2": (KINDS["agent"], {}),
     "mamba2": (KINDS["agent"], {}),
 }
-COMPARED_IN = {"ddp": tuple(COMPARED), "fsdp2": ("experts", "means")}
+COMPARED_IN = {"ddp": tuple(COMPARED), **dict.fromkeys(("fsdp2", "zero1", "zero2", "zero3"), ("experts", "means"))}
 """What is compared with `Trainer` on as many processes."""
 
 
@@ -84,7 +85,7 @@ def train(trainer, config, folder, rows, kind="text", **options):
 
 
 def run(folder, sharding):
-    fsdp2_on_cpu.enable()
+    (deepspeed_on_cpu if "deepspeed" in SHARDING[sharding] else fsdp2_on_cpu).enable()
     recurrent.LEAST = 8  # tokens of tiny rows that a pass has to save
     rank = int(os.environ["RANK"])
     for name, data in DATA.items():
@@ -92,7 +93,7 @@ def run(folder, sharding):
         found = {**trainer.hybrid_summary(), "losses": [e["loss"] for e in trainer.state.log_history if "loss" in e]}
         found["tokens_of_all"] = trainer.run.speed.tokens
         (folder / f"{name}{rank}.json").write_text(json.dumps(found, default=str))
-        weights = trainer.accelerator.get_state_dict(trainer.model)
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if rank == 0:
             save_file({key: tensor.clone() for key, tensor in weights.items()}, folder / f"{name}.safetensors")
     for name in COMPARED_IN.get(sharding, ()):
@@ -100,7 +101,7 @@ def run(folder, sharding):
         for kind, config in ((Trainer, TrainingArguments), (HybridTrainer, HybridConfig)):
             own = {**options, **({"leap_gain": 0} if kind is HybridTrainer else {}), **SHARDING[sharding]}
             trainer = train(kind, config, folder / kind.__name__, data(), kind=name, **own)
-            weights = trainer.accelerator.get_state_dict(trainer.model)
+            weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
             if rank == 0:
                 weights = {key: tensor.clone() for key, tensor in weights.items()}
                 save_file(weights, folder / f"{name} {kind.__name__}.safetensors")
@@ -111,6 +112,8 @@ def run(folder, sharding):
 # Compiled layers and two processes are each in a default test of their own (test_windows.py, and "ddp" here).
 @pytest.fixture(scope="module", params=mostly_slow(SHARDING, ["ddp", "fsdp2"]))
 def launched(request, tmp_path_factory):
+    if "deepspeed" in SHARDING[request.param]:
+        pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp(request.param)
     assert together(2, lambda: run(folder, request.param)) == [0, 0]
     return folder

@@ -355,6 +355,17 @@ def test_a_plan_reads_on_the_host_what_the_device_has(ours, options, tmp_path, m
     assert seen and all(seen) is ("mask_truncated_completions" not in options)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+def test_under_deepspeed_each_micro_batch_keeps_a_row(loss_type, tmp_path, monkeypatch):
+    """The first backward pass of a window begins its sums of gradients. It has to compute something."""
+    theirs = train(GRPOTrainer, tmp_path / "trl", 0.6, loss_type=loss_type)
+    monkeypatch.setattr(HybridGRPOTrainer, "_sharding", "deepspeed")
+    ours = train(HybridGRPOTrainer, tmp_path / "ours", 0.6, loss_type=loss_type)
+    found = ours.hybrid_summary()
+    assert found["rows_skipped"] > 0 == found["backward_passes_avoided_exactly"]
+    assert largest_difference(theirs.model.state_dict(), ours.model.state_dict()) < 2e-7
+
+
 def with_longer_completions(base):
     class Longer(base):
         def _generate(self, prompts):

@@ -6,9 +6,9 @@ import os
 
 import pytest
 import torch
-from conftest import TIMES
+from conftest import TIMES, mostly_slow
 from peft import LoraConfig
-from rig import fsdp2_on_cpu
+from rig import deepspeed_on_cpu, fsdp2_on_cpu
 from rig.processes import together
 from safetensors.torch import load_file, save_file
 
@@ -64,6 +64,7 @@ SHARING = {
 }
 ROLLOUTS = {"grpo": HybridGRPOTrainer, "plain_grpo": GRPOTrainer, "rloo": HybridRLOOTrainer, "plain_rloo": RLOOTrainer}
 SHARDING = {"ddp": {}, "fsdp2": {"fsdp": True}}
+SHARDING |= {f"zero{stage}": {"deepspeed": deepspeed_on_cpu.options(stage)} for stage in (1, 2, 3)}
 DECISIONS = ("steps_by_phase", "leaps_by_verdict", "forward_only_passes", "roll_backs")
 
 
@@ -83,14 +84,15 @@ def train(name, folder, **options):
     summary = trainer.hybrid_summary() if hasattr(trainer, "hybrid_summary") else {}
     found = {key: value for key, value in summary.items() if key not in (*TIMES, "memory", "planner")}
     found["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    return found, {key: tensor.clone() for key, tensor in state.items()}
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return found, {key: tensor.clone() for key, tensor in (state or {}).items()}  # ZeRO-3 gives the first process alone
 
 
 def run(folder, sharding):
-    fsdp2_on_cpu.enable()
+    on_deepspeed = "deepspeed" in SHARDING[sharding]
+    (deepspeed_on_cpu if on_deepspeed else fsdp2_on_cpu).enable()
     recurrent.LEAST = 4  # tokens of a tiny prompt that a pass has to save
-    for name in (*TRAINERS, *SHARING, *ROLLOUTS):
+    for name in ROLLOUTS if on_deepspeed else (*TRAINERS, *SHARING, *ROLLOUTS):
         found, weights = train(name, folder, **SHARDING[sharding])
         rank = int(os.environ["RANK"])
         (folder / f"{name}{rank}.json").write_text(json.dumps(found))
@@ -99,8 +101,10 @@ def run(folder, sharding):
     torch.distributed.barrier()
 
 
-@pytest.fixture(scope="module", params=SHARDING)
+@pytest.fixture(scope="module", params=mostly_slow(SHARDING, ["ddp", "fsdp2"]))
 def launched(request, tmp_path_factory):
+    if "deepspeed" in SHARDING[request.param]:
+        pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp(request.param)
     assert together(2, lambda: run(folder, request.param)) == [0, 0]
     return request.param, folder
@@ -113,6 +117,8 @@ def of(folder, name):
 @pytest.mark.parametrize("name", TRAINERS)
 def test_two_processes_are_one_with_their_batches_together(launched, tmp_path, name):
     sharding, folder = launched
+    if "deepspeed" in SHARDING[sharding]:
+        pytest.skip("makes no leaps")
     first, second = of(folder, name)
     alone, expected = train(name, tmp_path)
     assert first["leaps"] == second["leaps"] and first["losses"] == second["losses"]
@@ -129,6 +135,8 @@ def test_two_processes_are_one_with_their_batches_together(launched, tmp_path, n
 @pytest.mark.parametrize("name", SHARING)
 def test_shared_rows_on_two_processes_are_trls_on_one(launched, tmp_path, name):
     sharding, folder = launched
+    if "deepspeed" in SHARDING[sharding]:
+        pytest.skip("rows/test_windows_on_processes.py has it")
     _, build_plain, trainer, config = SHARING[name]
     options = {option: value for option, value in SHARED.items() if option not in ("leap_gain", "share_rows")}
     plain = fitted(build_plain(trainer, config, tmp_path, per_device_train_batch_size=4, **options))
