@@ -160,16 +160,17 @@ def grpo_rows() -> str:
 
 @table("grpo-turns")
 def grpo_turns() -> str:
-    names = {"smollm2": "SmolLM2, 8 completions", "small-llama": "Llama, 4M, 2 x 4", "small-gemma3_text": "Gemma 3"}
-    names |= {"small-lfm2": "LFM2", "small-qwen3_5_text": "Qwen 3.5"}
+    names = {"smollm2": "SmolLM2", "small-llama": "Llama, 4M", "small-gemma3_text": "Gemma 3, 4M"}
+    names |= {"small-lfm2": "LFM2, 4M", "small-qwen3_5_text": "Qwen 3.5, 4M"}
     rows = []
-    for name, words in names.items():
-        row = results("skips", "turns", "model").get(model=name)
+    for row in sorted(
+        results("skips", "turns", "model", "completions").rows(), key=lambda row: [*names].index(row["model"])
+    ):
         assert row["equal"], "the page says that TRL's are the same"
         shares = [f"{row[key]:.2f}" for key in ("prefilled_share", "share_of_seconds")]
         seconds = medians({"seconds": row["generation"]}, 1)
-        rows.append([words, f"{row['turns']:.1f}", shares[0], *seconds, shares[1]])
-    heading = ["model", "turns of a completion", "tokens of prompts computed, of TRL's 1"]
+        rows.append([names[row["model"]], row["completions"], f"{row['turns']:.1f}", shares[0], *seconds, shares[1]])
+    heading = ["model", "completions", "turns", "tokens of prompts computed, of TRL's 1"]
     return markdown([*heading, "CPU seconds of generation, TRL", "here", "share"], rows)
 
 

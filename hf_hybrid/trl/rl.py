@@ -536,7 +536,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
-            generation.rewards_first = False
+            generation.rewards_first, self.decoding.turns = False, None
         if self.model.training and (generation.turns > 1 or getattr(self, "tools", None)):
             self._log_turns(self.decoding.counts - before, len(inputs))
         if users is not None:
