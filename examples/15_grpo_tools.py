@@ -99,9 +99,9 @@ def is_right(completions: list, answer: list[str], **_) -> list[float]:
 def main() -> None:
     parser = HfArgumentParser((ScriptArguments, HybridGRPOConfig))
     parser.set_defaults(
-        output_dir="out/tools", max_steps=20, per_device_train_batch_size=16, num_generations=8,
-        max_completion_length=48, max_tool_calling_iterations=3, learning_rate=1e-3, lr_scheduler_type="constant",
-        logging_steps=5, save_strategy="no", report_to="none", dataloader_pin_memory=False, use_cpu=True, bf16=False,
+        output_dir="out/tools", max_steps=10, per_device_train_batch_size=16, num_generations=8,
+        max_completion_length=48, max_tool_calling_iterations=3, learning_rate=3e-4, lr_scheduler_type="constant",
+        logging_steps=2, save_strategy="no", report_to="none", dataloader_pin_memory=False, use_cpu=True, bf16=False,
         activation_checkpointing=False, per_device_eval_batch_size=16, num_generations_eval=1, log_completions=True,
         num_completions_to_print=1,
     )  # fmt: skip

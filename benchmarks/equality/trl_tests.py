@@ -94,7 +94,30 @@ MODELS: dict[str, tuple[str, str | None]] = {
     "tiny-CohereForCausalLM": ("cohere", None),
 }
 """Names, kind of model, and TRL's chat template."""
+QWEN = {
+    330: ' "', 450: "de", 497: '",', 522: "</", 606: "name", 788: '":', 894: " any", 927: "sh", 944: "'t", 411: "out",
+    1318: "text", 1414: " know", 1513: " don", 2765: " won", 4913: '{"', 5212: ' {"', 5392: " tool", 6023: "hi",
+    6659: "call", 7692: "async", 9520: "step", 11248: "}}\n", 13477: "crement", 14172: "tool", 16252: " increment",
+    16370: "arguments", 17453: "Done", 22785: "_tool", 35744: "increment", 64648: "multiply", 93054: "_multiply",
+    95642: '"}}\n', 293: " b", 314: " {", 397: ">\n", 151643: "<|endoftext|>", 151644: "<|im_start|>",
+    151645: "<|im_end|>", 151657: "<tool_call>", 151658: "</tool_call>",
+}  # fmt: skip
+"""Words of Qwen 3 by their numbers, by which the tests of tools write calls. The first 256 are bytes."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+
+
+def of_qwen() -> Any:
+    """Return a tokenizer that reads text by its bytes, and knows the words of Qwen 3 that the tests write."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    words = {letter: number for number, letter in enumerate(letters.values())}
+    words |= {"".join(letters[byte] for byte in word.encode()): number for number, word in QWEN.items()}
+    made = Tokenizer(models.BPE(words, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return made
 
 
 def make_models(folder: Path) -> None:
@@ -113,17 +136,18 @@ def make_models(folder: Path) -> None:
     texts = [path.read_text(encoding="utf-8") for path in sorted((TOP / "docs").glob("*.md"))]
     trained.train_from_iterator(texts, vocab_size=2000, special_tokens=SPECIAL)
     for name, (kind, template) in MODELS.items():
+        of_tests, special = (of_qwen(), SPECIAL[:3]) if template == "qwen3" else (trained._tokenizer, SPECIAL)
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=trained._tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-            additional_special_tokens=SPECIAL,
+            tokenizer_object=of_tests, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+            additional_special_tokens=special,
         )  # fmt: skip
         if template is not None:
             written = Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja"
             tokenizer.chat_template = written.read_text(encoding="utf-8")
         sizes: dict[str, Any] = {
-            "vocab_size": len(tokenizer), "hidden_size": 8, "intermediate_size": 32, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None,
+            "vocab_size": max(tokenizer.get_vocab().values()) + 1, "hidden_size": 8, "intermediate_size": 32,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None,
         }  # fmt: skip
         if kind == "qwen3_moe":
             sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

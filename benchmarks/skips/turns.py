@@ -3,7 +3,7 @@ GRPO with an environment whose methods are tools: conversations of up to eight t
 
     python -m benchmarks.speedup.pretrained       # once: fetches SmolLM2-135M
     python -m benchmarks.skips.turns              # SmolLM2 and four small architectures; half an hour
-    python -m benchmarks.skips.turns --models small-lfm2
+    python -m benchmarks.skips.turns --models smollm2 --completions 8
 
 All prompts have a system prompt and the descriptions of tools, 550 tokens of SmolLM2. The small models of 4M weights
 read characters. What the model writes decides by its tokens whether it calls no tool, one or two, and one that may
@@ -12,8 +12,8 @@ fail; the environment keeps a total, from which it answers and gives the reward.
 tokens.
 
 Both trainers train in turn on the same prompts, two steps of two with four completions each (SmolLM2: one of one),
-fp32, SGD, one thread. `generation` are the CPU seconds of all turns. Completions, masks of tools and rewards are
-compared, and the weights at the end.
+fp32, SGD, one thread. `generation` are the CPU seconds of all turns. Compared are completions, masks of tools, rewards,
+and the weights at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 MODELS = ("smollm2", *(f"small-{name}" for name in SMALL))
-COMPLETIONS, MOST, CALLS = 4, 500, 7
+MOST, CALLS = 500, 7
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
     + SYSTEM.partition(" The tools")[0]
@@ -133,7 +133,7 @@ def build(name: str, tokenizer: Any) -> Any:
     return model
 
 
-def train(arm: str, name: str) -> tuple[Clock, Any, list]:
+def train(arm: str, name: str, completions: int) -> tuple[Clock, Any, list]:
     """Train. Return the clock, the trainer, and all that the generations gave."""
     trainer_class, config_class = ARMS[arm]
     set_seed(0)
@@ -143,7 +143,8 @@ def train(arm: str, name: str) -> tuple[Clock, Any, list]:
     data = Dataset.from_dict({"prompt": [[{"role": "user", "content": question}] for question in questions]})
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(
-            folder, max_steps=count, num_generations=COMPLETIONS, per_device_train_batch_size=count * COMPLETIONS,
+            folder, max_steps=count, num_generations=completions, per_device_train_batch_size=count * 2,
+            gradient_accumulation_steps=completions // 2,
             max_completion_length=MOST, max_tool_calling_iterations=CALLS, learning_rate=1e-3, optim="sgd",
             shuffle_dataset=False, bf16=False, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1,
             disable_tqdm=True, dataloader_pin_memory=False, gradient_checkpointing=False,
@@ -167,13 +168,13 @@ def train(arm: str, name: str) -> tuple[Clock, Any, list]:
     return clock, trainer, [batches, masks]
 
 
-def compare(name: str, rounds: int) -> dict[str, Any]:
+def compare(name: str, completions: int, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     found: dict[str, Any] = {}
     for number in range(rounds):
         made = {}
         for arm in sorted(ARMS, reverse=bool(number % 2)):
-            made[arm] = train(arm, name)
+            made[arm] = train(arm, name, completions)
             seconds[arm].append(made[arm][0].seconds["generation"])
         theirs, ours = ([p.detach() for p in made[arm][1].model.parameters()] for arm in ("trl", "hybrid"))
         summary = made["hybrid"][1].hybrid_summary()
@@ -181,8 +182,8 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
         found = {
             "equal": found.get("equal", True) and made["trl"][2] == made["hybrid"][2],
             "largest_difference": max((one - other).abs().max().item() for one, other in zip(theirs, ours)),
-            "turns": summary["turns"] / (prompts_of(name) ** 2 * COMPLETIONS), "tool_calls": summary["tool_calls"],
-            "tool_errors": summary["tool_errors"], "prefilled": computed,
+            "turns": summary["turns"] / (prompts_of(name) ** 2 * completions),
+            "tool_calls": summary["tool_calls"], "tool_errors": summary["tool_errors"], "prefilled": computed,
             "prefilled_share": computed / (computed + kept),
             "bytes_between_turns": summary["bytes_between_turns"],
             "plain_rollouts_because": summary["plain_rollouts_because"],
@@ -194,12 +195,14 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).parent)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="What is trained.")
+    parser.add_argument("--completions", type=int, default=4, help="Of a prompt.")
     parser.add_argument("--rounds", type=int, default=3, help="Runs of each trainer.")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = Results(args.results, "turns", ("model",))
+    results = Results(args.results, "turns", ("model", "completions"))
     for name in args.models:
-        row = results.add({**provenance(1), "model": name, **compare(name, args.rounds)})
+        found = compare(name, args.completions, args.rounds)
+        row = results.add({**provenance(1), "model": name, "completions": args.completions, **found})
         print({key: value for key, value in row.items() if key not in provenance(1)}, flush=True)
 
 

@@ -158,6 +158,22 @@ def grpo_rows() -> str:
     return markdown([*heading, "CPU seconds of the update, TRL", "here", "ratio"], rows)
 
 
+@table("grpo-turns")
+def grpo_turns() -> str:
+    names = {"smollm2": "SmolLM2", "small-llama": "Llama, 4M", "small-gemma3_text": "Gemma 3, 4M"}
+    names |= {"small-lfm2": "LFM2, 4M", "small-qwen3_5_text": "Qwen 3.5, 4M"}
+    rows = []
+    for row in sorted(
+        results("skips", "turns", "model", "completions").rows(), key=lambda row: [*names].index(row["model"])
+    ):
+        assert row["equal"], "the page says that TRL's are the same"
+        shares = [f"{row[key]:.2f}" for key in ("prefilled_share", "share_of_seconds")]
+        seconds = medians({"seconds": row["generation"]}, 1)
+        rows.append([names[row["model"]], row["completions"], f"{row['turns']:.1f}", shares[0], *seconds, shares[1]])
+    heading = ["model", "completions", "turns", "tokens of prompts computed, of TRL's 1"]
+    return markdown([*heading, "CPU seconds of generation, TRL", "here", "share"], rows)
+
+
 @table("grpo-equal-rewards")
 def grpo_equal_rewards() -> str:
     rows = []

@@ -226,7 +226,8 @@ class _Report:
             text += " Completions hold keys and values, and no activations."
             layers, weights = self.plans[0].shape.layers, {"float32": 4}.get(self.plans[0].way.weights, 2)
             size = weights * sum(layer.trainable + layer.frozen for layer in layers)
-            text += f" Streamed, each token of all rows copies {size / GIB:.3g} GiB: {size / BUS:.2g} s at 25 GB/s, assumed."
+            seconds = f"{size / BUS:.2g} s at an assumed 25 GB/s"
+            text += f" Streamed, each token of all rows copies {size / GIB:.3g} GiB: {seconds}."
         text += " The teacher is loaded as the student is." * (self.args.task == "distill")
         text += ' Plans with adapters need peft: pip install "hf-hybrid[peft]"' * (not self.with_peft)
         return textwrap.fill(text, terminal_width()) + "\n"

@@ -298,6 +298,7 @@ class Decoding(Part):
                     raise
                 error = reason
             drop_tensors_of(error)  # of the loop, before as much is needed again
+            self.turns = None
             before.restore()
             if isinstance(error, PlainRolloutsError):
                 self.fallbacks.cannot_be_exact(str(error), advice=error.advice)

@@ -544,6 +544,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         return rewards
 
     def _generate(self, prompts):
+        if not hasattr(self, "decoding"):  # made without `__init__`, as by TRL's tests
+            return super()._generate(prompts)
         if self._sharding is None:
             output = super()._generate(prompts)
         else:
@@ -564,7 +566,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
-            generation.rewards_first = False
+            generation.rewards_first, self.decoding.turns = False, None
         if self.model.training and (generation.turns > 1 or getattr(self, "tools", None)):
             self._log_turns(self.decoding.counts - before, len(inputs))
         if users is not None:

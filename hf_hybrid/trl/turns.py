@@ -118,6 +118,7 @@ class Turns:
         self.forget()
 
     def forget(self) -> None:
+        self.images.forget()  # what an encoder has made of them
         self.known: list[Conversation] = []
         """Sorted by their tokens."""
         self._size = 0  # slots
@@ -181,7 +182,7 @@ class Turns:
             computed += sum(min(size, prompts.lengths[row]) for row in rows)
         width, device = max(prompts.lengths), generation.input_ids.device
         cache = self._cache(generation, self._prompts, None)
-        owner, places = indices(prompts.owner, device), self._table(self._prompts, width).to(device)
+        owner, places = indices(prompts.owner, device), self._table(self._prompts, width).to(device, non_blocking=True)
         of_prompts = torch.stack([logits[row] for row in range(len(now))])
         return Prefilled(of_prompts.index_select(0, owner), cache, owner, places, width, computed)
 
@@ -291,16 +292,18 @@ class Turns:
         """Note the conversations: prompts and their completions, [rows, tokens of the longest], as far as computed."""
         if self.is_full:
             return
-        ids, kept, tokens = [np.array(of, WORD).tobytes() for of in prompts.tokens], {}, completions.cpu().numpy()
-        for row in range(len(prompts.owner)):
-            kept[ids[prompts.owner[row]]] = self._prompts[prompts.owner[row]]
-        for places, lengths, begin, count in self._left:
-            for place, (row, length) in enumerate(zip(places.tolist(), lengths.tolist())):
-                prompt, own = prompts.owner[row], np.arange(min(length, count))
-                written = ids[prompt] + tokens[row, : len(own)].astype(WORD).tobytes()
-                kept[written] = Conversation(
-                    b"", np.concatenate([self._prompts[prompt].slots, begin + place * count + own])
-                )
+        ids, kept = [np.array(of, WORD).tobytes() for of in prompts.tokens], {}
+        tensors = [completions, *(tensor for of_rows in self._left for tensor in of_rows[:2])]
+        here = torch.cat([tensor.flatten() for tensor in tensors]).cpu()  # one wait for all
+        tokens, *left = (part.numpy() for part in here.split([tensor.numel() for tensor in tensors]))
+        tokens = tokens.reshape(completions.shape)
+        for number in prompts.owner:
+            kept[ids[number]] = self._prompts[number]
+        for (*_, begin, count), rows, lengths in zip(self._left, left[::2], left[1::2]):
+            for place, (row, length) in enumerate(zip(rows, lengths)):
+                number, own = prompts.owner[row], np.arange(min(length, count))
+                slots = np.concatenate([self._prompts[number].slots, begin + place * count + own])
+                kept[ids[number] + tokens[row, : len(own)].astype(WORD).tobytes()] = Conversation(b"", slots)
         everything = {**{one.ids: one for one in self.known}, **kept}
         ordered = sorted(everything)
         goes_on = {one for one, after in zip(ordered, ordered[1:]) if after.startswith(one)}
@@ -332,13 +335,16 @@ def structure_of(model: Any) -> Any:
 
 def sums_of(model: Any) -> list[int]:
     """Return a number for each weight that changes with its bits, also with those that `weight.data` changes."""
-    sums = []
+    sums, versions = list[Tensor](), list[int]()
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if type(values := tensor.data) is Tensor:
-            values = values.reshape(-1).view(torch.uint8)
-            # As long words, of which a sum takes as long as to read them, and no doubling of all numbers is zero.
-            sums.append((values if len(values) % 8 else values.view(torch.int64)).sum())
-    return torch.stack(sums).tolist()
+        if type(values := tensor.data) is not Tensor:
+            versions.append(tensor._version)
+            continue
+        values = values.reshape(-1).view(torch.uint8)
+        # A sum of long words takes as long as to read them, and no doubling of all numbers leaves it as it was.
+        is_whole = len(values) % 8 == values.storage_offset() % 8 == 0
+        sums.append((values.view(torch.int64) if is_whole else values).sum())
+    return versions + (torch.stack(sums).tolist() if sums else [])
 
 
 def reason_not_in_pieces(generation: Generation) -> str | None:

@@ -284,6 +284,16 @@ def test_grpo(start, base, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_grpo_with_a_tool(start, base, tmp_path):
+    arguments = (
+        "--max_steps 1 --held_out 2 --num_generations 4 --per_device_train_batch_size 4 --logging_steps 1".split()
+    )
+    arguments += ["--per_device_eval_batch_size", "2", "--max_completion_length", "24", "--disable_tqdm", "True"]
+    out, _ = start("15_grpo_tools", *arguments, "--model_name_or_path", base, "--output_dir", "out")
+    assert re.search(r"held-out reward +0\.00 -> 0\.00", out) and re.search(r"turns +4, calls of the tool 0", out)
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
 # TRL's own scripts, with two lines changed. Their defaults have `lora_dropout=0.05`.
 
 ROWS = {

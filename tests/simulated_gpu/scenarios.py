@@ -1443,7 +1443,18 @@ for _teachers in (1, 4):
     SCENARIOS[f"teachers_{_teachers}"] = Scenario(partial(distilled, teachers=_teachers, **STREAM), tolerance=1e-5)
 
 
-def grpo(place: Place, ends: int = 60, beginning: str = "", made=None, **options) -> dict[str, Tensor]:
+def three_turns(prompts, trainer):
+    """A `rollout_func`: each completion is told something twice, and completed again."""
+    first = trainer._tokenize_prompts(prompts)[0]
+    rows = list(first)
+    for turn in range(3):
+        completed = trainer._generate_single_turn(rows, None, {}, 1)[0]
+        rows = [row + ids + [70 + n, 71] * (turn < 2) for n, (row, ids) in enumerate(zip(rows, completed))]
+    completions = [row[len(prompt) :] for row, prompt in zip(rows, first)]
+    return {"prompt_ids": first, "completion_ids": completions, "logprobs": None}
+
+
+def grpo(place: Place, ends: int = 60, beginning: str = "", made=None, talk=None, **options) -> dict[str, Tensor]:
     """TRL's GRPO: rows without advantage are left out, and two completions share a prompt in the update."""
     import datasets
 
@@ -1460,7 +1471,7 @@ def grpo(place: Place, ends: int = 60, beginning: str = "", made=None, **options
     }  # fmt: skip
     trainer = HybridGRPOTrainer(
         made or model(vocab_size=320), reward, place.config(HybridGRPOConfig, **options),
-        train_dataset=datasets.Dataset.from_list(prompts), processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_list(prompts), processing_class=tokenizer(), rollout_func=talk,
     )  # fmt: skip
     with place.counted(trainer), _drawn_on_host(place):
         trainer.train()
@@ -1502,6 +1513,7 @@ ROLLED = {"keeps_model": True, "tolerance": 1e-5, "stops": 1}
 SCENARIOS["grpo"] = Scenario(grpo, **ROLLED)
 SCENARIOS["grpo_long"] = Scenario(partial(grpo, max_completion_length=40, ends=20), **{**ROLLED, "stops": 5})
 """Of up to 40 tokens: once more for every eight."""
+SCENARIOS["grpo_turns"] = Scenario(partial(grpo, talk=three_turns), **{**ROLLED, "stops": 9})
 SCENARIOS["grpo_tree"] = Scenario(partial(grpo, beginning="Of all that can be said: " * 3), **{**ROLLED, "stops": 2})
 """Prompts share enough to be computed as a tree."""
 SCENARIOS["grpo_more"] = Scenario(partial(grpo, gradient_accumulation_steps=6), **ROLLED)

@@ -133,52 +133,50 @@ def test_completions_are_those_of_generate(name, way, passes):
     assert decoding.counts["prompt_tokens_shared"] > inputs["attention_mask"].sum() * (COPIES - 1) // COPIES - 1
 
 
-SEE_TEXT_AHEAD = ("gemma3", "paligemma")
-
-
-@pytest.mark.parametrize("name", mostly_slow(vision.KINDS, ["qwen2_vl", "qwen3_5", "llava_next", "gemma3"]))
-def test_later_turns_go_on_behind_images(name, passes):
-    """Images are encoded in the first turn alone."""
+def talk(name, decoding=None, between=lambda model: None):
+    """Three turns with the images of the first: what the model says, the generator's state, and what it encoded."""
     model, processor = vision.vision_model(name)
     given, encoded = batch_of(name, processor), Encoded(name, model.eval())
-    options, last = (
-        config(eos_token_id=[1, *range(30, 45)], max_new_tokens=8),
-        model.config.get_text_config().vocab_size - 1,
-    )
+    inputs, said, last = dict(given), [], model.config.get_text_config().vocab_size - 1
+    torch.manual_seed(7)
+    if decoding is not None:
+        decoding.turns = Turns()
+    for turn in range(3):
+        with contextlib.nullcontext() if decoding is None else decoding.completing(model, None, counts=True):
+            ends = config(eos_token_id=[1, *range(30, 45)], max_new_tokens=8)
+            said.append(model.generate(**inputs, generation_config=ends))
+        told = torch.randint(last - 9, last, (len(said[-1]), 6), generator=torch.Generator().manual_seed(turn))
+        words = said[-1].where(said[-1] >= last - vision.WORDS, last)  # no tokens of images
+        ids = torch.cat([words, told], dim=1)
+        ids[:, : given["input_ids"].shape[1]] = given["input_ids"]
+        more = ids.shape[1] - inputs["input_ids"].shape[1]
+        inputs |= {"input_ids": ids, "attention_mask": pad(inputs["attention_mask"], (0, more), value=1)}
+        inputs |= {key: pad(inputs[key], (0, more)) for key in ("token_type_ids", "mm_token_type_ids") if key in inputs}
+        between(model)
+    return said, torch.get_rng_state(), encoded.all
 
-    def talk(decoding):
-        torch.manual_seed(7)
-        inputs, said = dict(given), []
-        if decoding is not None:
-            decoding.turns = Turns()
-        for turn in range(3):
-            with contextlib.nullcontext() if decoding is None else decoding.completing(model, None, counts=True):
-                said.append(model.generate(**inputs, generation_config=options))
-            told = torch.randint(last - 9, last, (len(said[-1]), 6), generator=torch.Generator().manual_seed(turn))
-            words = said[-1].where(said[-1] >= last - vision.WORDS, last)  # no tokens of images
-            ids = torch.cat([words, told], dim=1)
-            ids[:, : given["input_ids"].shape[1]] = given["input_ids"]
-            more = ids.shape[1] - inputs["input_ids"].shape[1]
-            inputs |= {"input_ids": ids, "attention_mask": pad(inputs["attention_mask"], (0, more), value=1)}
-            inputs |= {
-                key: pad(inputs[key], (0, more)) for key in ("token_type_ids", "mm_token_type_ids") if key in inputs
-            }
-        return said, torch.get_rng_state()
 
+@pytest.mark.parametrize("name", mostly_slow(vision.KINDS, ["qwen2_vl", "qwen3_5", "gemma3"]))
+def test_later_turns_go_on_behind_images(name, passes):
+    """Images are encoded in the first turn alone."""
     decoding = Decoding(off=False)
-    theirs, state = talk(None)
-    encoded.passes[:] = [[]]
-    ours, state_of_ours = talk(decoding)
+    (theirs, state, _), (ours, state_of_ours, encoded) = talk(name), talk(name, decoding)
     assert all(map(torch.equal, theirs, ours)) and torch.equal(state, state_of_ours)
     assert decoding.plain_because is None
-    if name in SEE_TEXT_AHEAD:
+    if name in ("gemma3", "paligemma"):
         assert "tokens of images may see" in decoding.anew.because
     else:
-        assert (
-            decoding.anew.because is None
-            and decoding.counts["prompt_tokens_shared"] > 3 * decoding.counts["prompt_tokens_computed"]
-        )
-        assert len(encoded.all) == len(set(encoded.all))
+        assert decoding.anew.because is None and len(encoded) == len(set(encoded))
+        assert decoding.counts["prompt_tokens_shared"] > 3 * decoding.counts["prompt_tokens_computed"]
+
+
+def test_an_encoder_that_changes_between_turns_encodes_again():
+    def change(model):
+        with torch.no_grad():
+            next(vision.tower_of("qwen2_vl", model).parameters()).mul_(2.0)
+
+    theirs, ours = talk("qwen2_vl", between=change), talk("qwen2_vl", decoding := Decoding(off=False), change)
+    assert all(map(torch.equal, theirs[0], ours[0])) and decoding.plain_because is None
 
 
 # Trainings.
