@@ -717,13 +717,13 @@ def as_before(model: torch.nn.Module, device: torch.device) -> Generator[None]:
                 of_module[name] = buffer.copy_(value)  # a forward pass may have put another tensor there
 
 
-_STAYS = "_output_capturing_hooks_installed"
+STAYS = "_output_capturing_hooks_installed"
 """Of transformers: without it hooks that are there would be installed again, and outputs collected twice."""
 
 
 def _numbers(module: torch.nn.Module) -> dict[str, Any]:
     kinds = (bool, int, float)
-    return {name: value for name, value in vars(module).items() if isinstance(value, kinds) and name != _STAYS}
+    return {name: value for name, value in vars(module).items() if isinstance(value, kinds) and name != STAYS}
 
 
 def _which(place: torch.device) -> tuple[torch.device, ...]:

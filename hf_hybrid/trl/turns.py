@@ -52,7 +52,7 @@ from hf_hybrid.rows.comparison import FEW, TOLERANCES, apart
 from hf_hybrid.rows.facts import of_user, window_of
 from hf_hybrid.rows.images import FIRST, NAMES, Images
 from hf_hybrid.rows.tree import WORD
-from hf_hybrid.run.run import as_before
+from hf_hybrid.run.run import STAYS, as_before
 from hf_hybrid.trl.captured import identity_of
 from hf_hybrid.trl.completions import (
     CACHE,
@@ -327,7 +327,7 @@ def structure_of(model: Any) -> Any:
     """Return what beside its weights decides how a model computes, compared by `==`."""
     values, hooks = list[Any](), list[Any]()
     for module in model.modules():
-        values += [(name, value) for name, value in vars(module).items() if isinstance(value, PLAIN)]
+        values += [(name, value) for name, value in vars(module).items() if isinstance(value, PLAIN) and name != STAYS]
         hooks += (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     # Those of libraries pile up: one more asks for gradients of embeddings each time that recomputation is turned on.
     return identity_of(model), values, of_user(hooks), model.config.to_dict()
