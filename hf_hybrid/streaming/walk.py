@@ -222,6 +222,7 @@ class _Adapters:
         self._parameters = [parameter for _, parameter in adapter_weights(model)]
         self._choice = self._look()
         configs = getattr(model, "peft_config", {}).values()
+        self.are_any = bool(self._places or configs)
         self.in_place = not any(config.is_prompt_learning or config.is_adaption_prompt for config in configs)
         """Whether switching them exchanges no `forward`, which would be that of all micro-batches."""
 
@@ -260,7 +261,8 @@ class LayerWalk:
     """Whether the window has more than one micro-batch."""
 
     def __post_init__(self):
-        self.adapters = _Adapters(self.streamer.model)
+        adapters = _Adapters(self.streamer.model)
+        self.adapters = adapters if adapters.are_any else None
 
     def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
         """
@@ -279,7 +281,7 @@ class LayerWalk:
         streamers = [streamer for streamer in (self.streamer, self.evaluated) if streamer is not None]
         for streamer in streamers:
             streamer.walk = self
-        for job in jobs:
+        for job in jobs if self.adapters is not None else ():
             job.adapters = self.adapters.now()
         try:
             walking = list(jobs)
@@ -320,7 +322,8 @@ class LayerWalk:
                 for job, call in waiting:
                     if not unit.bound:  # at first, or taken by a pass without gradients inside a micro-batch
                         streamer.bring_in(unit)
-                    self.adapters.choose(call.adapters)
+                    if self.adapters is not None:
+                        self.adapters.choose(call.adapters)
                     job.computed = call.context.run(self._compute, job, call)
             finally:
                 streamer.release(unit)
@@ -332,6 +335,8 @@ class LayerWalk:
         self.streamer.end_backward()
 
     def _advance(self, job: _MicroBatch) -> None:
+        if self.adapters is None:
+            return job.advance()
         self.adapters.choose(job.adapters)
         try:
             job.advance()
@@ -346,7 +351,8 @@ class LayerWalk:
         gradients does not: a loss may generate there, and draw random numbers.
         """
         job = threading.current_thread()
-        waits = self.several and self.adapters.in_place and isinstance(job, _MicroBatch) and job.has_begun
+        in_place = self.adapters is None or self.adapters.in_place
+        waits = self.several and in_place and isinstance(job, _MicroBatch) and job.has_begun
         return waits and _side_channel((*args, *kwargs.values())) is None
 
     def call(self, streamer: LayerStreamer, unit: Unit, function: Callable, args: tuple, kwargs: dict):
@@ -371,7 +377,7 @@ class LayerWalk:
         collects = next((value for name, value in context.items() if name.name == COLLECTOR), None)
         if with_graph and collects:
             raise CannotWalkError(f"The loss asks the model for `{[*collects][0]}`, taken out of layers by hooks.")
-        adapters = self.adapters.now()
+        adapters = None if self.adapters is None else self.adapters.now()
         call = _Call(streamer, unit, with_graph, function, inputs, structure, cuts, context, autocast, adapters)
         return job.wait_for(call)
 
@@ -441,7 +447,8 @@ class LayerWalk:
         results = call.results
         if results is None:
             args, kwargs = tree_unflatten(inputs, call.structure)
-            self.adapters.choose(call.adapters)
+            if self.adapters is not None:
+                self.adapters.choose(call.adapters)
             with call.random_states.again(), torch.enable_grad(), torch.autocast(**call.autocast):
                 outputs = call.function(*args, **kwargs)
             results = _computed(tree_leaves(outputs), inputs)
