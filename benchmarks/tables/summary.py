@@ -139,6 +139,7 @@ def results_() -> str:
         for order in ("kept", "shuffled")
     }
     grpo, short = smollm2_runs(64), smollm2_runs(20)
+    turns = sorted(row["share_of_seconds"] for row in results("skips", "turns", "model", "completions").rows())
     lowest, highest = rule_over_best()[0], rule_over_best()[-1]
     streamed, resident = (peak("8b", mode, 16384) for mode in ("stream-8bit", "resident-8bit"))
     own = {row["arm"]: row for row in all_lines("speedup", "overhead")}
@@ -203,7 +204,8 @@ def results_() -> str:
             "prompts once, ended rows leave, rows without advantage are left out",
             f"{times(grpo[0], 2)} to {times(grpo[-1], 2)} times fewer CPU seconds than TRL for a whole run "
             f"(prompts of 64 tokens), {times(short[0], 2)} with 20 tokens; {' and '.join(map(times, verified_runs()))} "
-            "with 8 x 8 short answers to prompts with worked examples",
+            "with 8 x 8 short answers to prompts with worked examples; generation with tools takes "
+            f"{turns[0]:.2f} to {turns[-1]:.2f} of TRL's",
             "none measured",
             "SmolLM2-135M, LoRA, 2 x 8 completions, half of the rows without advantage, 3 rounds; the last two with a "
             "verifier, two seeds; one CPU thread",
