@@ -322,9 +322,10 @@ class LayerStreamer:
 
     def _checkpoint_here(self) -> None:
         """Switch off the layers' own checkpointing, which a callback may have switched on: they are recomputed here."""
-        for module in [module for unit in self.units for module in unit.modules]:
-            if getattr(module, "gradient_checkpointing", False):
-                vars(module)["gradient_checkpointing"] = False
+        for unit in self.units:
+            for module in unit.modules:
+                if getattr(module, "gradient_checkpointing", False):
+                    vars(module)["gradient_checkpointing"] = False
 
     def look_at_parameters(self) -> None:
         """

@@ -262,7 +262,8 @@ class LayerWalk:
 
     def __post_init__(self):
         adapters = _Adapters(self.streamer.model)
-        self.adapters = adapters if adapters.are_any else None
+        self.adapters: Any = adapters if adapters.are_any else None
+        self.advance = _MicroBatch.advance if self.adapters is None else self._advance
 
     def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
         """
@@ -303,12 +304,12 @@ class LayerWalk:
                 if job.waiting_for is not None:
                     job.abandoned = True
                     with contextlib.suppress(BaseException):
-                        self._advance(job)
+                        self.advance(job)
         return [job.result for job in jobs]
 
     def _forward(self, jobs: list[_MicroBatch]) -> None:
         for job in jobs:
-            self._advance(job)
+            self.advance(job)
         jobs[:] = [job for job in jobs if job.waiting_for is not None]  # without the rest, which compute nothing
         while waiting := [(job, job.waiting_for) for job in jobs if job.waiting_for is not None]:
             if len(waiting) < len(jobs) or len({(call.unit, call.with_graph) for _, call in waiting}) > 1:
@@ -331,12 +332,11 @@ class LayerWalk:
                 for output in _boundaries(calls):
                     output.park()
             for job, _ in waiting:
-                self._advance(job)
+                self.advance(job)
         self.streamer.end_backward()
 
     def _advance(self, job: _MicroBatch) -> None:
-        if self.adapters is None:
-            return job.advance()
+        """Let a micro-batch run with the adapters that it chose last."""
         self.adapters.choose(job.adapters)
         try:
             job.advance()

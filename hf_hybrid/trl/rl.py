@@ -127,6 +127,8 @@ class Rollouts(Part):
         self.trainer = trainer
         self.leaves_out = False  # rows that do not count
         self.by_prompt = False  # rows of the same prompt are put together
+        self.keeps_all = False
+        """Whether each micro-batch keeps a row: the first of a window begins DeepSpeed's sums of gradients."""
         tells = trainer.is_world_process_zero
         self.every_row = Fallbacks("Every row is computed, also those without advantage (`exact_skips`)", tells)
         self.users_rewards = Fallbacks("Rewards are asked for where TRL asks, and all advantages are TRL's", tells)
@@ -143,6 +145,7 @@ class Rollouts(Part):
         trainer = self.trainer
         self.skips, self._before = ExactSkips(trainer._mean, trainer._rows_that_count, trainer._agree), None
         self.every_row.because = self._settings = None
+        self.keeps_all = trainer._sharding == "deepspeed"
         self.counts = run.counts
         vars(self).pop("users", None)
         # An error or an interrupt may have ended the last run in the middle of a generation batch.
@@ -220,11 +223,9 @@ class Rollouts(Part):
         coming = range(trainer._step, min(window_ends_at, generates_at))
         batches = [generated[step % per_generation] for step in coming]
         needs_one = trainer.accelerator.num_processes > 1 or not self.skips.knows(trainer.model)
-        # The first backward pass of a window begins DeepSpeed's sums of gradients.
-        in_all = trainer._sharding == "deepspeed"
         counts = self.skips.plan(
             batches,
-            at_least=len(coming) if in_all else int(needs_one and coming.stop == window_ends_at),
+            at_least=len(coming) if self.keeps_all else int(needs_one and coming.stop == window_ends_at),
             leave_out=self.leaves_out,
             by_prompt=self.by_prompt,
         )
