@@ -49,6 +49,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ logger = logging.getLogger(__name__)
 
 COLLECTOR = "output_collector"
 """The variable of transformers in which hooks inside of layers leave what a pass asks for (router logits)."""
+OTHER_LAYERS = "The micro-batches of a window do not call the same layers in the same order."
 Cut = tuple[Tensor, Tensor]
 """A tensor that was computed between layers, and the leaf that stands for it in the layers that it enters."""
 
@@ -220,9 +222,9 @@ class _Adapters:
         switched = [vars(module) for module in (*modules, *model.modules()) if modules]
         self._places = [(own, name) for own in switched for name in self.NAMES if name in own]
         self._parameters = [parameter for _, parameter in adapter_weights(model)]
-        self._choice = self._look()
         configs = getattr(model, "peft_config", {}).values()
         self.are_any = bool(self._places or configs)
+        self._choice = self._look() if self.are_any else ([], [])
         self.in_place = not any(config.is_prompt_learning or config.is_adaption_prompt for config in configs)
         """Whether switching them exchanges no `forward`, which would be that of all micro-batches."""
 
@@ -316,7 +318,7 @@ class LayerWalk:
                 # A pass without gradients that others do not make, or not now.
                 waiting = [(job, call) for job, call in waiting if not call.with_graph][:1]
             if not waiting:
-                raise CannotWalkError("The micro-batches of a window do not call the same layers in the same order.")
+                raise CannotWalkError(OTHER_LAYERS)
             calls = [call for _, call in waiting]
             streamer, unit = calls[0].streamer, calls[0].unit
             try:
@@ -410,9 +412,10 @@ class LayerWalk:
 
     def _backward(self, jobs: list[_MicroBatch]) -> None:
         before: list[list[Cut]] = [[] for _ in jobs]
-        while any(job.calls for job in jobs):
-            if len({job.calls[-1].unit if job.calls else None for job in jobs}) > 1:
-                raise CannotWalkError("The micro-batches of a window do not call the same layers in the same order.")
+        while jobs and jobs[0].calls:
+            for job in jobs:
+                if not job.calls or job.calls[-1].unit is not jobs[0].calls[-1].unit:
+                    raise CannotWalkError(OTHER_LAYERS)
             calls = [job.calls.pop() for job in jobs]
             streamer, unit = calls[0].streamer, calls[0].unit
             unit.open_calls -= len(calls)  # so that gradients count as complete behind these
@@ -434,6 +437,9 @@ class LayerWalk:
                     streamer.updates.update(unit)
             finally:
                 streamer.release(unit)
+        for job in jobs:
+            if job.calls:
+                raise CannotWalkError(OTHER_LAYERS)
         for early in before:
             # Computed before the first layer (embeddings): differentiated once, when all layers have contributed.
             _backward_through(early)
@@ -535,8 +541,11 @@ class Window:
             try:
                 self.streamer.last_pass = not self.updates_late
                 walk = LayerWalk(self.streamer, self.parking, self.evaluated)
-                with self._counting(len(window)) as counted:
-                    self._results = walk.run([counted(number, step, inputs) for number, inputs in enumerate(window)])
+                if self.counter is None:
+                    self._results = walk.run([partial(step, inputs) for inputs in window])
+                else:
+                    with self._counting(len(window)) as counted:
+                        self._results = walk.run([counted(n, step, inputs) for n, inputs in enumerate(window)])
                 return self._results.pop(0)
             except CannotWalkError as error:
                 self._cannot_walk(str(error))
@@ -557,8 +566,7 @@ class Window:
 
         def counted(number: int, step: Callable[[Any], Any], inputs: Any) -> Callable[[], Any]:
             def compute():
-                if counter is not None:
-                    counter._step = first + number
+                counter._step = first + number
                 return step(inputs)
 
             return compute
@@ -567,8 +575,7 @@ class Window:
             yield counted
             ends_at = micro_batches
         finally:
-            if counter is not None:
-                counter._step = first + ends_at
+            counter._step = first + ends_at
 
     def _cannot_walk(self, why: str) -> None:
         if self.order == "layer" or self.streamer.updates.torn is not None:  # a layer is updated: no way back
