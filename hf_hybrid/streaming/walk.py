@@ -221,9 +221,9 @@ class _Adapters:
         modules = [module for module in model.modules() if "_disable_adapters" in vars(module)]
         switched = [vars(module) for module in (*modules, *model.modules()) if modules]
         self._places = [(own, name) for own in switched for name in self.NAMES if name in own]
-        self._parameters = [parameter for _, parameter in adapter_weights(model)]
         configs = getattr(model, "peft_config", {}).values()
         self.are_any = bool(self._places or configs)
+        self._parameters = [parameter for _, parameter in adapter_weights(model)] if self.are_any else []
         self._choice = self._look() if self.are_any else ([], [])
         self.in_place = not any(config.is_prompt_learning or config.is_adaption_prompt for config in configs)
         """Whether switching them exchanges no `forward`, which would be that of all micro-batches."""
