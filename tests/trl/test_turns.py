@@ -96,7 +96,9 @@ def check(made, config, changes=lambda turn, row, tokens: tokens, between=lambda
 QUICK = {"llama", "mistral, a window that fits", "qwen3_5_text", "lfm2", "gemma3_text"}
 
 
-@pytest.mark.parametrize("name", mostly_slow([*ARCHITECTURES, *OTHERS, *(WITH_STATES.keys() - {"mamba2"})], [*QUICK]))
+@pytest.mark.parametrize(
+    "name", mostly_slow([*ARCHITECTURES, *OTHERS, *sorted(WITH_STATES.keys() - {"mamba2"})], [*QUICK])
+)
 def test_a_turn_computes_its_own_tokens(name, passes):
     made = model(name)
     if passes == "captured" and name == "falcon_h1":
