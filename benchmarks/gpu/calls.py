@@ -39,6 +39,7 @@ CALLS = {
         Line(95, 95, "checks --arms gpu_tests"),
         Line(60, 35, "checks --arms flex_gemma2 flex_gpt_oss"),
         Line(90, 90, "sft --kinds system --arms hybrid_compiled --steps 4 --warm_up 4"),
+        Line(80, 40, "dpo --kinds even --steps 4 --warm_up 2 --arms hybrid_streamed hybrid"),
         Line(120, 60, "grpo --turns 6 --length 1024 --tokens 64 --mean 40 --steps 2 --arms hybrid trl"),
     ],
 }

@@ -11,6 +11,7 @@ A step is 8 pairs in 2 micro-batches, LoRA of rank 16 on all linear layers; the 
     trl_liger         with `use_liger_kernel`
     trl_padding_free  with `padding_free`; an error where the installed TRL has switched it off
     hybrid            HybridDPOTrainer, defaults
+    hybrid_streamed   all layers stream, policy and reference
     hybrid_compiled   with `torch_compile`
 """
 
@@ -51,6 +52,7 @@ ARMS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "trl_liger": (DPOTrainer, DPOConfig, LIGER),
     "trl_padding_free": (DPOTrainer, DPOConfig, {"padding_free": True}),
     "hybrid": (HybridDPOTrainer, HybridDPOConfig, {}),
+    "hybrid_streamed": (HybridDPOTrainer, HybridDPOConfig, {"memory": "stream", "resident_layers": 0}),
     "hybrid_compiled": (HybridDPOTrainer, HybridDPOConfig, COMPILED),
 }
 

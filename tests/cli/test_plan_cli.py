@@ -296,6 +296,7 @@ def test_what_the_distance_to_a_teacher_takes(autocast, weights):
 
 @pytest.mark.parametrize(("name", "weights"), [
     ("llama-2-7b", 6_738_415_616), ("llama-2-13b", 13_015_864_320), ("qwen2.5-7b", 7_615_616_512),
+    ("qwen2.5-14b", 14_770_033_664), ("qwen2.5-32b", 32_763_876_352),
     ("mixtral-8x7b", 46_702_792_704), ("dense-50b", 49_493_942_272),
 ])  # fmt: skip
 def test_example_configs_are_the_models_they_name(name, weights):
