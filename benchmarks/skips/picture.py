@@ -54,7 +54,7 @@ def draw(name: str, title: str, of: str, rows: list[tuple[str, str, float]]) -> 
     for place, (_, beside, ratio) in enumerate(rows):
         axis.barh(-place, 100, color=THEIRS, height=0.72)
         axis.barh(-place, 100 / ratio, color=OURS, height=0.72)
-        beside_bar = ratio > 1.1
+        beside_bar = ratio > 1.3
         at, looks = (100 / ratio + 1, {}) if beside_bar else (100 / ratio - 1, {"color": "white", "ha": "right"})
         axis.text(
             at, -place, f"{ratio:.{2 - beside_bar}f} times fewer than {beside}", va="center", fontsize=8.5, **looks

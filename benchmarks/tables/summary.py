@@ -184,8 +184,8 @@ def results_() -> str:
             f"{times(images['grpo'], 2)} (GRPO's update, 8 completions) and {times(images['prefill'], 2)} times (their "
             f"prefill) fewer CPU seconds than TRL; images that no rows share: {times(images['sft apart'], 2)}",
             "as SFT; the pixels of a batch are hashed on the host",
-            "a Qwen2-VL of 96M random weights, 256 tokens an image, one step a round, three rounds of SFT and one of "
-            "the others, one busy CPU thread",
+            "a Qwen2-VL of 96M random weights, 256 tokens an image, medians of three rounds of a step, one "
+            "busy CPU thread",
         ],
         [
             "[mixtures, layers with a state](exact_skips.md#mixtures-of-experts)",
