@@ -32,7 +32,7 @@ from huggingface_hub import ModelCard  # noqa: E402
 from rig.hub_server import card_errors  # noqa: E402
 
 from hf_hybrid.cli import console  # noqa: E402
-from hf_hybrid.cli.options import TRAINING, CommandLine, imported  # noqa: E402
+from hf_hybrid.cli.options import TRAINING, CommandLine  # noqa: E402
 from hf_hybrid.export.exporter import export_card  # noqa: E402
 from hf_hybrid.files import plain  # noqa: E402
 from hf_hybrid.hub.card import render  # noqa: E402
@@ -89,7 +89,7 @@ def record_of(words: list[str]) -> dict[str, Any]:
     from hf_hybrid.cli.recipe import make_trainer
 
     command = TRAINING[words[0]]
-    imported(command.config)
+    command.of("Config")  # imported before the run speaks
     with console.speaking():
         trainer = make_trainer(CommandLine(words[1:], command).options())
         trainer.train()

@@ -896,7 +896,6 @@ WRONG = [
     ("dpo", ["--dataset", "pairs.jsonl", "--ld_alpha", "2"], "`ld_alpha` must be between 0 and 1, got 2"),
     ("dpo", ["--dataset", "pairs.jsonl", "--ref_model_mixup_alpha", "2"], "`ref_model_mixup_alpha` must be between 0"),
     ("dpo", ["--dataset", "pairs.jsonl", "--ref_model_sync_steps", "0"], "`ref_model_sync_steps` must be at least 1"),
-    ("dpo", ["--dataset", "pairs.jsonl", "--memory", "stream"], "`memory=stream` streams the layers of one model"),
     ("dpo", ["--dataset", "pairs.jsonl", "--padding_free", "true", "--share_rows", "off"], "needs `share_rows`"),
     # Rewards.
     ("grpo", ["--dataset", "questions.jsonl"], "`--reward` is missing"),
