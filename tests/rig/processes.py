@@ -32,6 +32,8 @@ def together(count: int, function: Callable[[], None], timeout: float = 600) -> 
     processes = [fork.Process(target=_run, args=(rank, count, port, function)) for rank in range(count)]
     for process in processes:
         process.start()
+    if "datasets" in sys.modules:  # the forked ones write files of the names that would be drawn here next
+        sys.modules["datasets"].fingerprint.fingerprint_rng.seed()
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in wait(list(running), max(end - time.monotonic(), 0)) or list(running):
