@@ -269,7 +269,7 @@ class Estimator:
             table.add("buffers", "device", setup.workspaces(False))
             per.add_leaps(table, shape.total)
         table.add("activations", "host", waiting * per.locked(boundary))
-        per.add_evaluated(table)
+        per.add_beside(table)
         return Plan(setup, shape, "resident", len(shape.layers), False, table, stage, traced is not None, parked)
 
     def streamed(self, setup: Setup, resident_layers: int, stream_embeddings: bool) -> Plan:
@@ -281,7 +281,7 @@ class Estimator:
         step = StreamedStep(self.shape, setup, self._activations(setup), *place, self._adapter_copies(setup), graph)
         traced, table = self.tracer is not None, step.table()
         table.add("activations", "device", self._waiting(setup, setup.micro_batches_in_flight))
-        step.per.add_evaluated(table)
+        step.per.add_beside(table)
         return Plan(setup, self.shape, "streamed", *place, table, traced=traced, parked=step.parked)
 
     def _waiting(self, setup: Setup, computed: int) -> int:

@@ -185,15 +185,13 @@ class Planner:
         reason = estimator.reason_not_chunked
         if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
-        setup = replace(way.setup, evaluated=self._evaluated(way.weights))
-        plan = estimator.best(setup if way.kind == "full" else replace(setup, values_per_weight=None))
-        if setup.evaluated.whole:
-            logits = setup.tokens * estimator.shape.vocab
-            plan.table.add("activations", "device", logits * OF_TWO_LOGITS[way.setup.autocast, way.weights])
-        # While completions are made there are keys and values, and no activations.
+        evaluated, logits = self._evaluated(way.weights), way.setup.tokens * estimator.shape.vocab
+        if evaluated.whole:
+            evaluated = evaluated._replace(logits=logits * OF_TWO_LOGITS[way.setup.autocast, way.weights])
         cached = self._generates * self.setup.sequence_length * self._keys_and_values(way)
-        plan.table.add("activations", "device", max(cached - plan.table.get("activations", "device"), 0))
-        return WayPlan(**vars(plan), way=way)
+        setup = replace(way.setup, evaluated=evaluated, cached=cached)
+        setup = setup if way.kind == "full" else replace(setup, values_per_weight=None)
+        return WayPlan(**vars(estimator.best(setup)), way=way)
 
     def _keys_and_values(self, way: Way) -> int:
         """Bytes of a token's keys and values in all layers, as if each attended to all tokens before it."""

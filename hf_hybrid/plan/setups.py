@@ -32,7 +32,7 @@ _CHOICES: dict[str, tuple] = {
 }
 DECIDED = (
     "recomputed_layers", "kept_graphs", "prefetch_layers", "stream_embeddings", "buffers_device", "update_in_backward",
-    "evaluated", "evaluated_on_host",
+    "evaluated", "evaluated_on_host", "cached",
 )  # fmt: skip
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0}
 
@@ -43,6 +43,7 @@ class Evaluated(NamedTuple):
     whole: int = 0  # of their weights
     layers: int = 0  # what can be streamed of them
     slots: int = 0  # device memory that layers are streamed through, which all models share
+    logits: int = 0  # that a loss holds of them and of the model, beyond cross-entropy
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Setup:
     buffers_device: str = "auto"  # of these: beside the weights, or "cpu"
     evaluated: Evaluated = Evaluated()
     evaluated_on_host: bool = False  # their layers
+    cached: int = 0  # bytes of keys and values while completions are made, when there are no activations
 
     def __post_init__(self):
         for name, choices in _CHOICES.items():

@@ -182,12 +182,17 @@ class WeightBytes:
         self.add_leaps(table, resident)
         return table
 
-    def add_evaluated(self, table: ByteTable) -> None:
-        """Add models that are not trained: whole on the device, or their layers on the host."""
-        whole, layers, slots = self.setup.evaluated
+    def add_beside(self, table: ByteTable) -> None:
+        """
+        Add models that are not trained, whole on the device or their layers on the host, and what completions hold
+        beyond the activations of a step.
+        """
+        whole, layers, slots, logits = self.setup.evaluated
         on_host = layers * self.setup.evaluated_on_host
         table.add("weights", "device", whole - on_host + slots * self.setup.evaluated_on_host)
         table.add("weights", "host", on_host)
+        table.add("activations", "device", logits)
+        table.add("activations", "device", max(self.setup.cached - table.get("activations", "device"), 0))
 
     def add_leaps(self, table: ByteTable, resident: WeightCount) -> None:
         """Add what leaps keep: beside `resident` weights on the device if the setup says so, and else on the host."""

@@ -274,6 +274,14 @@ def test_teachers_and_completions_count(config_file, plan, tmp_path):
     assert many == 8 * 512 * int(SHORT[1]) * 4 * config.num_hidden_layers * width > 2 * of_tasks[3]
 
 
+def test_layers_leave_room_for_the_logits_of_a_teacher(plan):
+    words = ["--for", "distill", "--teacher", EXAMPLES / "llama-2-7b.json", "--peft", "none", "--json"]
+    size = ["--batch_size", "2", "--sequence_length", "2048", "--vram", "24GiB", "--ram", "256GiB"]
+    found = json.loads(plan(EXAMPLES / "llama-2-7b.json", *size, *words)[0])
+    assert found["recommended"]["full"] == "full, streamed"
+    assert any(way["fits"] and way["title"].startswith("full, streamed, bf16 weights") for way in found["plans"])
+
+
 @pytest.mark.parametrize("autocast, weights", OF_TWO_LOGITS)
 def test_what_the_distance_to_a_teacher_takes(autocast, weights):
     gkd = pytest.importorskip("trl.experimental.gkd")
