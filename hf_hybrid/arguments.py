@@ -154,9 +154,8 @@ class HybridArguments:
     )
     leap_budget: float = option(
         0.25,
-        "Most arithmetic that leaps may cost, as a share of that of the real steps; under FSDP2 also most bytes that "
-        "they may send. If orthogonalising costs much beside a step (few tokens per step), leaps are made less often "
-        "and go further.",
+        "Most arithmetic that leaps may cost, as a share of that of the real steps. If orthogonalising costs much "
+        "beside a step (few tokens per step), leaps are made less often and go further.",
         above=0,
     )
 
@@ -218,11 +217,6 @@ class HybridArguments:
     offload_activations: bool = option(
         False,
         "Keep the activations between layers in host memory until the backward pass; copied asynchronously on a GPU.",
-    )
-    checkpoint_phases: Optional[str] = option(
-        None,
-        "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'; not "
-        "of streamed layers. Default: as activation_checkpointing says.",
     )
     chunked_loss: Literal["auto", "on", "off"] = option(
         "auto",

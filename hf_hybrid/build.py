@@ -304,22 +304,15 @@ def _leap_parts(
     return [leaps, *after]
 
 
-def _cost_of_step(trainer: BuiltTrainer, tokens: int) -> tuple[float, float]:
+def _cost_of_step(trainer: BuiltTrainer, tokens: int) -> float:
     """
     Return the floating-point operations of a step with so many tokens on this process, as the mean over all processes,
-    because every process must decide alike; and the bytes that all processes together send at most under FSDP2: the
-    weights before each forward and each backward pass, and the gradients once.
+    because every process must decide alike.
     """
     accelerator, count = trainer.accelerator, torch.tensor(float(tokens))
     if accelerator.num_processes > 1:
         count = accelerator.reduce(count.to(trainer.args.device), reduction="mean")
-    parameters = list(trainer.model.parameters())
-    flops = count.item() * sum(4 * p.numel() + 2 * p.numel() * p.requires_grad for p in parameters)
-    if not trainer.is_fsdp_enabled:
-        return flops, 0.0
-    low, passes = accelerator.mixed_precision == "bf16", 2 * trainer.current_gradient_accumulation_steps
-    sizes = ((p.numel() * (2 if low else p.element_size()), p.requires_grad) for p in parameters)
-    return flops, (accelerator.num_processes - 1) * sum(size * (passes + trained) for size, trained in sizes)
+    return count.item() * sum(p.numel() * (6 if p.requires_grad else 4) for p in trainer.model.parameters())
 
 
 def phase_lengths(options: HybridArguments, max_steps: int) -> PhaseLengths:
@@ -420,10 +413,7 @@ def _probe(trainer: BuiltTrainer, feed: BatchFeed) -> Probe:
             accumulation=args.gradient_accumulation_steps,
             processes=processes,
         )
-    evaluate = losses
-    for part in trainer.parts:
-        evaluate = part.probe_losses(evaluate)
-    return Probe(source, evaluate, price=wanted / (3.0 * per_step))
+    return Probe(source, functools.partial(trainer.recovery.probe, losses), price=wanted / (3.0 * per_step))
 
 
 # The optimizer.
@@ -605,8 +595,7 @@ def _phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
     """Build the parts that change memory by phase, for models that are not streamed."""
     options, parts = trainer.hybrid_args, []
     automatic = of_trainer.checkpointing(trainer.args) == "auto" and trainer.train_dataset is not None
-    if options.checkpoint_phases is not None or options.offload_activations or automatic:
-        phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
+    if options.offload_activations or automatic:
         from hf_hybrid.phase_memory.activations import ActivationCheckpointing
 
         layers = None
@@ -615,8 +604,8 @@ def _phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
             if leaps_are_automatic(trainer) and getattr(trainer.model, "name_or_path", ""):
                 leaps = leaps._replace(values_per_weight=None)  # a pretrained model makes none
             layers = of_trainer.fewest_recomputed_layers(trainer, leaps)
-        if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
-            parts.append(ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
+        if layers is not None or options.offload_activations:
+            parts.append(ActivationCheckpointing(offload=options.offload_activations, layers=layers))
     if options.weight_precision is not None or options.predict_states != "stay":
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
         memory = experiment("precision").PhaseMemory

@@ -23,7 +23,7 @@ The hooks, each with the parts that implement it:
 | `react` | the monitor found something, or a leap is undone | monitor, rate, leaps, planner |
 | `decide` | last in a step: what the next one will be | leaps, planner |
 | `log` | an entry of the log is written | rate, leaps, forecast, planner |
-| `before_probe`, `after_probe`, `probe_losses` | around the losses of a probe | phase memory, recovery |
+| `before_probe`, `after_probe` | around the losses of a probe | phase memory |
 | `spare_memory` | memory ran out, before the pass is computed again | recomputed layers |
 | `before_export` | weights are evaluated, saved or pushed | optimizer states by phase |
 | `state_dict` | a checkpoint is written | all that keep a state |
@@ -290,10 +290,6 @@ class Part:
 
     def after_probe(self) -> None:
         """Called after that evaluation. The training weights must be in place again."""
-
-    def probe_losses(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap the function that returns the losses of a probe's batch, for example to measure its noise."""
-        return evaluate
 
     def spare_memory(self) -> str | None:
         """

@@ -250,8 +250,6 @@ class MemoryPolicy:
     """Most sequences that are computed at once; `None` for as many as a micro-batch has."""
     activation_checkpointing: bool = False
     walk_by_micro_batch: bool = False
-    probe_size: int | None = None
-    """Most sequences of a probe that are evaluated at once."""
 
 
 class RecoveringTrainer(LossView, Protocol):
@@ -376,35 +374,9 @@ class OutOfMemoryRecovery(Part):
         alike = self._num_items is not None or len({share for _, share in parts}) <= 1
         window.begin([part for part, _ in parts] if alike else [])
 
-    # Probes: after an out-of-memory error their batches are evaluated in smaller parts, for the rest of the run.
-
-    def probe_losses(self, evaluate: Callable[[Any], Losses]) -> Callable[[Any], Losses]:
-        def in_parts(batch: Any) -> Losses:
-            while True:
-                try:
-                    if self.policy.probe_size is None:
-                        return evaluate(batch)
-                    return Losses.joined(map(evaluate, parts_of(batch, self.policy.probe_size, self.blocks)))
-                except Exception as error:
-                    self.catch(error)
-                free_memory()
-                self._halve_probes(batch)
-
-        return in_parts
-
-    def _halve_probes(self, batch: Any) -> None:
-        try:
-            size = sequences_in(batch, self.blocks)
-            split_batch(batch, 1, self.blocks)
-        except UnsplittableBatchError:
-            size = 1
-        size = min(size, self.policy.probe_size or size)
-        if size == 1:
-            # The trial of the leap catches it: the leap is undone.
-            raise torch.OutOfMemoryError(f"A probe of 1 sequence does not fit: {self.reason}")
-        smaller = self.policy.probe_size = (size + 1) // 2
-        self.note("split probes", before=size, after=smaller)
-        logger.warning("A probe of %d sequences does not fit: %d at a time from here on.", size, smaller)
+    def probe(self, evaluate: Callable[[Any], Losses], batch: Any) -> Losses:
+        """Evaluate a batch of a probe, in parts as large as those that are trained on."""
+        return Losses.joined(map(evaluate, parts_of(batch, self.policy.micro_batch_size, self.blocks)))
 
     # An out-of-memory error.
 
@@ -535,10 +507,7 @@ class OutOfMemoryRecovery(Part):
     def _checkpoint_activations(self) -> None:
         from hf_hybrid.phase_memory.activations import ActivationCheckpointing
 
-        own = [part for part in self.trainer.parts if isinstance(part, ActivationCheckpointing)]
-        if own:  # it switches by phase already: from now on in every one
-            own[0].phases = frozenset(phase for phase in Phase if phase is not Phase.PREDICT)
-        else:
+        if not any(isinstance(part, ActivationCheckpointing) for part in self.trainer.parts):
             self._checkpointing = ActivationCheckpointing()
             model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
             self._checkpointing.begin(Run(model=model, optimizer=optimizer, max_steps=self.trainer.state.max_steps))
@@ -628,7 +597,7 @@ class OutOfMemoryRecovery(Part):
         self.events = list(state["events"])
         if not self.retries:
             return
-        self.policy = MemoryPolicy(**state["policy"])
+        vars(self.policy).update(state["policy"])
         logger.warning("The run ran out of memory before, and resumes with what fitted: %s.", self.policy)
         if self.policy.activation_checkpointing:
             if self.trainer.memory.streams:

@@ -68,7 +68,7 @@ def test_every_option_is_read_by_something():
         ("leap_budget", float("inf"), "`leap_budget` must be a finite number, got `inf`"),
         ("probe_budget", [0.1], "`probe_budget` must be a finite number, got `[0.1]`"),
         ("vram_budget_gib", 10**400, "`vram_budget_gib` must be a finite number, got `1000"),
-        ("checkpoint_phases", ["full"], "`checkpoint_phases` must be text, got `['full']`"),
+        ("sample_prompts", ["full"], "`sample_prompts` must be text, got `['full']`"),
         ("preset", True, "`preset` must be one of conservative, balanced, aggressive, fast, got `True`"),
         ("preset", ["fast"], "`preset` must be one of conservative, balanced, aggressive, fast, got `['fast']`"),
         ("memory", True, "`memory` must be one of off, auto, stream, got `on`"),

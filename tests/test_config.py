@@ -234,9 +234,17 @@ def test_values_that_cannot_work_are_refused(tmp_path, option, value, message):
     "options, message",
     [
         ({"weight_precision": "bf16", "memory": "stream"}, "`weight_precision`"),
-        ({"checkpoint_phases": "full", "enable_predict": False}, "`checkpoint_phases`"),
+        ({"predict_states": "host", "enable_predict": False}, "`predict_states`"),
         ({"optimizer_states": "8bit", "optim": "sgd"}, "`optimizer_states=8bit`"),
         ({"optimizer_states": "8bit", "optim": "muon"}, "`optimizer_states=8bit` is an AdamW .*`optim=muon`"),
+        (
+            {"direction": "gradient_memory", "optim": "adamw_bnb_8bit"},
+            "`direction=gradient_memory` needs .*`optim=adamw_bnb_8bit`",
+        ),
+        (
+            {"direction": "gradient_memory", "optimizer_states": "8bit"},
+            "`direction=gradient_memory` needs .*`optimizer_states=8bit`",
+        ),
         ({"muon_momentum": 0.9, "optim": "sgd"}, "`muon_momentum=0.9` is for `optim=muon`, and `optim` is `sgd`"),
     ],
 )
@@ -348,7 +356,6 @@ def test_fsdp2_is_taken_and_version_1_is_refused(monkeypatch, accelerator):
 @pytest.mark.parametrize(
     "option, value",
     [
-        ("checkpoint_phases", "full"),
         ("weight_precision", "predict=bf16"),
         ("predict_states", "host"),
         ("offload_activations", True),

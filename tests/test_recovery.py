@@ -222,14 +222,6 @@ def test_nothing_is_recomputed_where_the_user_wrote_that(tmp_path):
     assert [event["action"] for event in events(trainer)] == ["split micro-batches"] * 2
 
 
-def test_checkpointing_by_phase_is_widened(tmp_path):
-    model = needs_checkpointing()
-    trainer = build(tmp_path, 1, 2, model=model, checkpoint_phases="full", max_steps=6)
-    trainer.train()
-    assert [(e["action"], e["phase"]) for e in events(trainer)] == [("activation checkpointing", "warmup")]
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     "predict, phases",
     mostly_slow([(False, None), (True, {"full"}), (True, {"correct"})], [(False, None), (True, {"full"})]),
@@ -392,24 +384,22 @@ def test_a_leap_that_the_host_cut_short_in_streamed_weights_is_undone(tmp_path, 
     assert trainer.hybrid_summary()["steps"] == 16
 
 
-@pytest.mark.parametrize("most", [2, 0], ids=["smaller parts fit", "nothing fits"])
-def test_probes_that_do_not_fit(tmp_path, most):
-    trainer = build(tmp_path / "limited", max_steps=16)
+def test_a_leap_whose_probe_does_not_fit_is_undone(tmp_path):
+    trainer = build(tmp_path, max_steps=16)
     trainer.probe_sequences = 8
-    device = train_limited(trainer, most, training=False, probes=True)
-    free = build(tmp_path / "free", max_steps=16)
-    free.probe_sequences = 8
-    free.train()
-    assert any(leap["verdict"] in ("kept", "rejected") for leap in free.hybrid_summary()["leaps"])
+    device = train_limited(trainer, 0, training=False, probes=True)
     assert device.failed and {phase for phase, _, _ in device.failed} <= {"predict"}
-    if most:
-        assert [(e["action"], e["from_size"], e["to_size"]) for e in events(trainer)] == [("split probes", 4, 2)]
-        assert_same_weights(weights(trainer.model), weights(free.model))
-        assert trainer.hybrid_summary()["leaps_by_verdict"] == free.hybrid_summary()["leaps_by_verdict"]
-    else:
-        assert "leap undone" in [e["action"] for e in events(trainer)]
-        assert trainer.hybrid_summary()["steps"] == 16
-        assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert "leap undone" in [e["action"] for e in events(trainer)]
+    assert trainer.hybrid_summary()["steps"] == 16
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_probes_compute_no_more_at_a_time_than_steps_do(tmp_path):
+    trainer = build(tmp_path, max_steps=16)
+    trainer.probe_sequences = 8
+    device = train_limited(trainer, 2, probes=True)
+    assert [(e["action"], e["from_size"], e["to_size"]) for e in events(trainer)] == [("split micro-batches", 4, 2)]
+    assert device.failed and any(leap["loss_before"] is not None for leap in trainer.hybrid_summary()["leaps"])
 
 
 # Correct, and what looks at gradients.

@@ -10,7 +10,6 @@ decides where. The life of a direction follows the phases:
    formed again with a smaller gain, a worse leap is tried again at a quarter of the gain, and streamed weights are
    displaced each time a layer is copied to the device. So `displacement` must give the same answer each time.
 3. `block_begins` follows when the leap is kept or undone. A block is the real steps from one leap to the next.
-   `leap_judged` follows when Correct is over and the leap can no longer be undone.
 
 Displacements are per unit of learning rate: the trajectory adds `gain * lr_sum * displacement`, with `lr_sum` the sum
 of the learning rates of the block. If a displacement has the size of an optimizer step, the gain is a pure number: the
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from hf_hybrid.machine import SMALL, copies_beside, host_tensor, wait_for
 from hf_hybrid.optimizers import at_once, muon_scale, orthogonalisation_flops, orthogonalise
-from hf_hybrid.run.weights import Shards, TrainedWeights, sum_of_squares
+from hf_hybrid.run.weights import Shards, TrainedWeights
 
 
 @dataclass
@@ -221,15 +220,8 @@ class Direction:
         """Floating-point operations of one leap; a few per weight may be left out."""
         return 0.0
 
-    def bytes_sent(self) -> float:
-        """Bytes that all processes together send for one leap, where they share the weights."""
-        return 0.0
-
     def block_begins(self, *, undoable: bool) -> None:
         """Called when a new block begins at the current weights; `undoable` while the leap before it is on trial."""
-
-    def leap_judged(self) -> None:
-        """Called when the last leap is final and can no longer be undone."""
 
     def reset(self) -> None:
         """Clear the direction's memory, for example after bad leaps."""
@@ -284,11 +276,8 @@ class GradientMemory(Direction):
     `alpha` up because an early average is soon obsolete; here the gain grows with the square of the run's progress.
 
     A leap is the step that Adam would make if the slow average were its gradient. The second moments and their step
-    count are read from the optimizer's state. Where they are not there in full precision (8-bit states), only the scale
-    can be matched: each tensor of the average is scaled to the distance that its weights moved in the last block, per
-    unit of learning rate. The distance is estimated from at most 4096 evenly spaced weights, which are copied when the
-    block begins, so that it costs no second copy of the model. If FSDP2 shards the weights, each process does all of
-    this on its shards.
+    count are read from the optimizer's state. What has none in full precision (8-bit states) stays where it is. If
+    FSDP2 shards the weights, each process does all of this on its shards.
     """
 
     name = "gradient_memory"
@@ -298,8 +287,15 @@ class GradientMemory(Direction):
     def __init__(self, context: DirectionContext):
         super().__init__(context)
         self.buffers["memory"] = [context.buffer(parameter, zero=True) for parameter in context.parameters]
-        self.buffers["sample"] = []
-        self._scales: dict[int, float] = {}
+
+    @property
+    def ready(self) -> bool:
+        return any(map(self._has_rule, range(len(self.context.parameters))))
+
+    def _has_rule(self, index: int) -> bool:
+        """Whether the weight moves in leaps."""
+        context = self.context
+        return has_second_moments(context.state(index), context.group(index), context.parameters[index].shape)
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
@@ -317,59 +313,9 @@ class GradientMemory(Direction):
         for index, gradient in self.context.gradients():
             memories[index].add_(gradient.float(), alpha=weight)
 
-    def _has_rule(self, index: int) -> bool:
-        """Whether a displacement is computed by a rule, and not scaled to how far the weights moved."""
-        context = self.context
-        return has_second_moments(context.state(index), context.group(index), context.parameters[index].shape)
-
-    def _is_sampled(self, index: int) -> bool:
-        """Whether the optimizer moves this parameter by an unknown rule; some optimizers keep no states at all."""
-        updated = len(self.context.state(index)) > 0 or not self.context.optimizer.state
-        return updated and not self._has_rule(index)
-
-    @property
-    def block_is_open(self) -> bool:
-        # Which parameters are sampled shows in the optimizer's state, which is empty before its first update.
-        if self.context.clock.steps_seen != 1 or self.buffers["sample"]:
-            return True
-        self.context.finish_updates()
-        return not any(self._is_sampled(index) for index in range(len(self.context.parameters)))
-
-    def block_begins(self, *, undoable: bool) -> None:
-        sampled = [self._is_sampled(index) for index in range(len(self.context.parameters))]
-        self.buffers["sample"] = []
-        if any(sampled):
-            self.context.finish_updates()
-            for index, (is_sampled, parameter) in enumerate(zip(sampled, self.context.parameters)):
-                values = self.context.shards.sample(index, parameter) if is_sampled else torch.empty(0)
-                self.buffers["sample"].append(self.context.buffer(parameter, shape=values.shape).copy_(values))
-
-    @torch.no_grad()
-    def prepare(self) -> None:
-        """Measure how far each sampled parameter moved in the block, over the norm of its memory."""
-        context, shards, squares, counts, norms = self.context, self.context.shards, [], [], []
-        sampled = [index for index, _ in enumerate(self.buffers["sample"]) if self._is_sampled(index)]
-        for index in sampled:
-            before = self.buffers["sample"][index]
-            moved = shards.sample(index, context.parameters[index]).to(before.device, torch.float32) - before
-            squares.append([sum_of_squares(moved)] if moved.numel() else [])
-            counts.append([torch.tensor(float(moved.numel()))])
-            norms.append([sum_of_squares(self.buffers["memory"][index])])
-        self._scales = {}
-        if sampled:
-            rows = shards.totals([*squares, *counts, *norms]).view(3, -1).T.tolist()
-            for index, (square, count, norm2) in zip(sampled, rows):
-                lr_sum = context.lr_sum(index)
-                if count and norm2 > 0 and lr_sum > 0:
-                    mean_square = square / count
-                    self._scales[index] = -math.sqrt(mean_square * shards.shape(index).numel() / norm2) / lr_sum
-
     def displacement(self, index: int, out: Tensor) -> Tensor | None:
-        memory = self.buffers["memory"][index]
-        if self._has_rule(index):
-            return adam(memory, self.context.state(index), self.context.group(index), out)
-        scale = self._scales.get(index)
-        return None if scale is None else torch.mul(memory, scale, out=out)
+        state, group = self.context.state(index), self.context.group(index)
+        return adam(self.buffers["memory"][index], state, group, out) if self._has_rule(index) else None
 
     def predicted_gradient(self, index: int) -> Tensor | None:
         return self.buffers["memory"][index]
@@ -455,7 +401,6 @@ class Orthogonal(GradientMemory):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        super().prepare()
         shards, memories = self.context.shards, self.buffers["memory"]
         if isinstance(shards, Shards) and shards.processes > 1:
             matrices = sorted(index for index in self._matrices if memories[index].ndim == 2)
@@ -480,10 +425,6 @@ class Orthogonal(GradientMemory):
     def flops(self) -> float:
         shapes = map(self.context.shards.shape, sorted(self._matrices))
         return sum(map(orthogonalisation_flops, shapes)) / self.context.shards.processes
-
-    def bytes_sent(self) -> float:
-        shapes = [self.context.shards.shape(index) for index in self._matrices]
-        return self.context.shards.bytes_in_rounds(sum(shape.numel() for shape in shapes if len(shape) == 2))
 
 
 DIRECTIONS: dict[str, type[Direction]] = {

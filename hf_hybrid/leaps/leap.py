@@ -174,19 +174,16 @@ class Leaps(Part):
     probe: Probe | None
     """Without it no leap is probed."""
     leap_budget: float
-    """Arithmetic that leaps may cost, as a share of that of the real steps, and bytes that processes send likewise."""
-    cost_of_step: Callable[[int], tuple[float, float]]
-    """
-    From the tokens of a real step on this process to its floating-point operations on one process, and the bytes that
-    all processes together send.
-    """
+    """Arithmetic that leaps may cost, as a share of that of the real steps."""
+    cost_of_step: Callable[[int], float]
+    """From the tokens of a real step on this process to its floating-point operations on one process."""
     skip_from: int = 0
     """No step before this one is skipped, whatever leaps are worth."""
     observers: Sequence[LeapObserver] = ()
     """Parts that follow each leap. They stand in the run's list too."""
     credit: float = 0.0
     leap_cost: float | None = None
-    """Cost of a leap in real steps: operations or bytes, whichever is more; `None` before the first step."""
+    """Cost of a leap in real steps; `None` before the first step."""
 
     name = "leaps"
     MARGIN, Z = 1.0, 2.0
@@ -363,9 +360,8 @@ class Leaps(Part):
     def before_update(self, step: Step) -> None:
         """Show the direction gradients that are used."""
         if self.leap_cost is None:
-            direction, (flops, sent) = self.trajectory.direction, self.cost_of_step(step.tokens)
-            costs = ((direction.flops(), flops), (direction.bytes_sent(), sent))
-            self.leap_cost = max(of_leap / of_step if of_step > 0 else 0.0 for of_leap, of_step in costs)
+            of_step = self.cost_of_step(step.tokens)
+            self.leap_cost = self.trajectory.direction.flops() / of_step if of_step > 0 else 0.0
         if step.withheld:
             return
         try:

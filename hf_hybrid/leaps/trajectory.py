@@ -169,7 +169,6 @@ class Trajectory:
         """Close the open leap, which was judged to be good. It can no longer be undone."""
         self.open = None
         self._saved.clear()
-        self.direction.leap_judged()
 
     @torch.no_grad()
     def roll_back(self) -> None:

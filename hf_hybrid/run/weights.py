@@ -152,10 +152,6 @@ class Whole:
         """
         return tensor.detach().reshape(-1)[:: self.stride(index)]
 
-    def bytes_in_rounds(self, elements: int) -> float:
-        """Return the bytes that all processes together send so that matrices of so many elements are computed whole."""
-        return 2 * (self.processes - 1) / self.processes * 4 * elements
-
     def whole(self, index: int, tensor: Tensor) -> Tensor:
         """
         Return the whole of a tensor that is shaped as this process's part of a parameter, or that [`sample`] returned,

@@ -151,7 +151,6 @@ class Saver:
             self.evaluation_is_due = report["evaluation_is_due"]
             if trainer.has_phases:
                 self.report = {**report, "warnings": self.start.warnings + report["warnings"]}
-        self._identity["probe_sequences"] = state.probe_sequences(trainer)
 
     # A save.
 

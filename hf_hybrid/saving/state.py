@@ -205,14 +205,8 @@ def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> 
         )
     if run.has_phases:
         report["restored"] = _restored(trainer, state)
-        warnings += _not_restored(trainer, state, about)
+        warnings += _not_restored(trainer, state)
     return report
-
-
-def probe_sequences(trainer: TrainerView) -> int | None:
-    """Return the number of sequences in `probe_dataset`."""
-    leaps = trainer.run.part(Leaps)
-    return None if leaps is None or leaps.probe is None else getattr(leaps.probe.source, "sequences", None)
 
 
 def _restored(trainer: TrainerView, state: dict) -> dict[str, Any]:
@@ -232,12 +226,11 @@ def _restored(trainer: TrainerView, state: dict) -> dict[str, Any]:
         "memory_bytes": memory_bytes,
         "planner": trainer.hybrid_args.planner,
         "learning_rate_scale": run.rate_scale,
-        "probe_sequences": probe_sequences(trainer),
         "data": None if trainer.args.ignore_data_skip or run.feed is None else run.feed.state_dict(),
     }
 
 
-def _not_restored(trainer: TrainerView, state: dict, about: dict) -> list[str]:
+def _not_restored(trainer: TrainerView, state: dict) -> list[str]:
     run, sentences, leaps = trainer.run, [], trainer.run.part(Leaps)
     if leaps is not None and "leaps" in state:
         current, saved = leaps.trajectory.direction.name, state["leaps"]["trajectory"]["direction"]
@@ -252,9 +245,6 @@ def _not_restored(trainer: TrainerView, state: dict, about: dict) -> list[str]:
         sentences.append(
             f"Automatic learning rate was {saved} and is {current}: the scale begins at {run.rate_scale:g}."
         )
-    sequences, saved = probe_sequences(trainer), about.get("probe_sequences")
-    if saved not in (None, sequences):
-        sentences.append(f"`probe_dataset` had {saved} sequences and has {sequences}.")
     return sentences
 
 

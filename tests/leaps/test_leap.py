@@ -42,7 +42,7 @@ def leap_run(named, *, direction, gain=1.0, worth=0.0, probe=None, trust=None, r
         monitor=monitor,
         probe=probe,
         leap_budget=1.0,
-        cost_of_step=lambda tokens: (1.0, 0.0),
+        cost_of_step=lambda tokens: 1.0,
         observers=observers,
     )
     run = Run([monitor, *observers, leaps], warmup=1, weights=weights, optimizer=optimizer, max_steps=1000, **options)
@@ -350,6 +350,8 @@ def test_a_level_shortens_leaps_and_recovers_with_those_that_are_kept():
 
 class Downhill(GradientMemory):
     """Goes along the memory itself, so that every leap has the same scale."""
+
+    ready = True
 
     def displacement(self, index, out):
         return torch.mul(self.buffers["memory"][index], -1.0, out=out)

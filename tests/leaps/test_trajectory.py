@@ -164,14 +164,6 @@ def test_host_buffers_leap_the_same():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_optimizers_without_a_second_moment_leap_along_their_gradients_too(caplog):
-    toy = Toy(torch.optim.RMSprop, steps=3)
-    before = toy.weights()
-    assert toy.leap(1.0).predicted_decrease > 0
-    assert toy.trajectory.direction.name == "gradient_memory" and not caplog.text
-    assert not toy.holds(before)
-
-
 @pytest.mark.parametrize("optimizer, supported", [(torch.optim.AdamW, True), (torch.optim.Adagrad, False)])
 def test_support_is_read_from_the_state(optimizer, supported):
     toy = Toy(optimizer, steps=1)

@@ -128,7 +128,6 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     "options",
     [
-        {"checkpoint_phases": "full, correct"},
         {"offload_activations": True},
         {"predict_states": "host"},
         {"weight_precision": "fp32"},

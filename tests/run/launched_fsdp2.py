@@ -44,7 +44,6 @@ RUNS = {
     "accumulated": {**SHORT, "gradient_accumulation_steps": 2, "fsdp_config": {"activation_checkpointing": True}},
     "offloaded": {**SHORT, "fsdp_config": {"cpu_offload": True, "reshard_after_forward": False}},
     "memory": {"direction": "gradient_memory", "learning_rate": 5e-4, "model": {"tie_word_embeddings": False}},
-    "sampled": {"direction": "gradient_memory", "own_optimizer": True, "learning_rate": 1e-2},
     "rescued": {"auto_lr": "on", "learning_rate": 2e-4, "max_steps": 24},
     "muon": {**NO_LEAPS, **MUON},
     "muon_lora": {**MUON, "lora": True},
@@ -115,17 +114,6 @@ def muon_in_fp32():
     return patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
 
 
-class OwnSteps(torch.optim.AdamW):
-    """Steps as SGD does. It keeps no second moments, so that the length of leaps is sampled."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=group["lr"])
-
-
 def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
     """Train the run of this name as one of the processes; `resume` is a checkpoint or a run's folder."""
     options, processes = {**BASE, **RUNS[name]}, int(os.environ.get("WORLD_SIZE", 1))
@@ -140,7 +128,6 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
         sharding = {}
     hurts_at, poisoned_at = options.pop("hurts_at", None), options.pop("poisoned_at", None)
     in_fp32 = options.pop("in_fp32", False)
-    optimizer = (OwnSteps, {"lr": options["learning_rate"]}) if options.pop("own_optimizer", False) else None
     ends = launched.Ends(options.pop("dies_at", None), options.pop("stops_at", None))
     data = ByteText(options.pop("samples", 1000))
     if options.pop("iterable", False):
@@ -154,7 +141,7 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
     parts = [LeapResiduals(correct_gain=True)] if options.pop("corrects") else []
     config = hybrid_config(place, per_device_train_batch_size=batch, **options, **sharding)
     kind = HybridTrainer if poisoned_at is None else launched.PoisonedTrainer
-    trainer = kind(model, config, train_dataset=data, callbacks=[ends], parts=parts, optimizer_cls_and_kwargs=optimizer)
+    trainer = kind(model, config, train_dataset=data, callbacks=[ends], parts=parts)
     trainer.poisoned_at = poisoned_at
     trainer.probe_sequences = BATCH  # with fewer, each process would take the first of its own batch
     with (

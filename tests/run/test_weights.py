@@ -25,7 +25,7 @@ from hf_hybrid.saving.manifest import last_checkpoint
 TESTS = Path(__file__).parents[1]
 RUNS = ("base", "accumulated", "muon", "lora", "bf16", "looked", "unseen", "adamw_whole", "rescued_lora")
 SLOW_RUNS = (
-    "memory", "rescued", "offloaded", "sampled", "muon_lora", "experts", "muon_experts", "world_model", "iterable",
+    "memory", "rescued", "offloaded", "muon_lora", "experts", "muon_experts", "world_model", "iterable",
     "plain_muon", "plain_base", "plain_accumulated", "plain_offloaded", "plain_memory", "plain_lora", "plain_bf16",
 )  # fmt: skip
 DEATH = launched_fsdp2.DEATHS[-1]
@@ -172,7 +172,7 @@ def test_the_runs_had_something_to_decide(two):
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_slow_runs_had_something_to_decide(slow_two):
-    assert all(slow_two.decisions(name)["leaps_made"] >= 2 for name in ("memory", "sampled"))
+    assert slow_two.decisions("memory")["leaps_made"] >= 2
     assert slow_two.decisions("rescued")["learning_rate_scale"] > 1.5
 
 
@@ -193,16 +193,6 @@ def test_leaps_send_as_many_bytes_as_the_docs_say(request, runs):
     expected = len(results[0]["decisions"]["leaps"]) * 2 * (count - 1) / count * held
     # Rows that do not divide evenly: a process collects a matrix of which it holds a little more or less than others.
     assert sent == pytest.approx(expected, rel=0.03 if 32 % count else 0)
-
-
-@pytest.mark.processes
-def test_leaps_may_not_send_more_than_their_budget(two):
-    """Under bf16 a step sends half of the bytes, and a leap sends as many as before."""
-    hidden = sum(matrix.numel() for matrix in split_parameters(tiny_model())[0].values())
-    leap, step = 2 / 2 * 4 * hidden, 3 * 2 * sum(parameter.numel() for parameter in tiny_model().parameters())
-    decisions = two.decisions("bf16")
-    # The first leap was formed twice, because it went farther than leaps may.
-    assert decisions["leap_cost_steps"] == pytest.approx(leap / step * (len(decisions["leaps"]) + 1))
 
 
 def check_that_it_ends_alike(found: dict, expected: dict, atol: float = 0.0) -> None:

@@ -423,7 +423,7 @@ def test_what_was_restored_is_told(uninterrupted, tmp_path, caplog):
     assert restored["phase"] == parts["leaps"]["controller"]["phase"] and restored["data"] == parts["feed"]
     assert restored["leaps"] == len(parts["run"]["record"]["leaps"]) > 0
     assert restored["learning_rate_scale"] == pytest.approx(math.exp(parts["rate"]["log_scale"]))
-    assert restored["probe_sequences"] is None and restored["planner"] == "schedule"
+    assert restored["planner"] == "schedule"
     size = sum(p.numel() for p in tiny_model().parameters()) * 4
     assert restored["direction"] == "orthogonal" and restored["memory_bytes"] == size  # one average in fp32
     (line,) = [message for message in ours(caplog, logging.INFO) if message.startswith("Resumed from")]

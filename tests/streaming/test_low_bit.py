@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, hybrid_config, losses, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, losses, tiny_model, weights
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -298,17 +298,6 @@ def test_trainer_resumes_to_the_last_bit(tmp_path):
     resumed = trainer(tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert_same_weights(weights(resumed.model), weights(whole.model))
-
-
-def test_leaps_go_along_the_gradients_as_far_as_the_steps_did(tmp_path):
-    """8-bit second moments are not what a leap along the gradients could be divided by: the weights' own way is."""
-    config = hybrid_config(tmp_path, max_steps=20, direction="gradient_memory")
-    own = (AdamW8bit, {"lr": config.learning_rate})
-    hybrid = HybridTrainer(tiny_model(), config, train_dataset=ByteText(400), optimizer_cls_and_kwargs=own)
-    hybrid.train()
-    summary = hybrid.hybrid_summary()
-    assert summary["direction"] == "gradient_memory" and all(leap["relative_norm"] > 0 for leap in summary["leaps"])
-    assert summary["leaps"] and 0 < summary["buffer_bytes"]["sample"] < summary["buffer_bytes"]["memory"]
 
 
 # Of the options, streamed or not.
