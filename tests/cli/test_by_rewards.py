@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from conftest import mostly_slow
 from rig.byte_llama import chat_tokenizer, save_llama
 
 from hf_hybrid import HybridGRPOConfig
@@ -85,7 +86,7 @@ def held_out(folder, command="grpo", file="many", **options):
     return numbers, said["eval"]
 
 
-@pytest.mark.parametrize("command", ["grpo", "rloo"])
+@pytest.mark.parametrize("command", mostly_slow(["grpo", "rloo"], ["grpo"]))
 def test_prompts_are_held_out_and_rewarded_before_and_after(run, left, cli, tmp_path, monkeypatch, command):
     seen = []
     monkeypatch.setattr(

@@ -407,6 +407,7 @@ def test_a_tokenizer_needs_no_pad_token(folder, tmp_path, monkeypatch, special):
     assert json.loads(Path("out/gpt2/trainer_state.json").read_text())["global_step"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_command_in_the_card_is_the_one_that_ran(folder, tmp_path):
     installed = tmp_path / "bin" / "hf-hybrid"

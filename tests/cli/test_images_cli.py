@@ -241,7 +241,7 @@ def test_a_command_trains_and_says_which_images_were_shared(folder, saved, cli, 
         assert names and all(".text_model." in name for name in names)
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["all", "lora"])
+@pytest.mark.parametrize("adapters", mostly_slow([False, True], [True]), ids=["all", "lora"])
 def test_what_was_trained_is_shown_an_image_in_a_chat(folder, saved, cli, monkeypatch, adapters):
     write(folder / "rows.jsonl", {"image": "0.png", "messages": [user("w1"), *ANSWER]})
     words = ["--model", str(saved), "--dataset", "rows.jsonl", "--output_dir", "out", "--max_steps", "40", "--use_cpu"]

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from conftest import mostly_slow
 from datasets import Dataset
 from rig.byte_llama import assistant, byte_tokenizer, chat_tokenizer, llama_config, save_llama, user
 from safetensors.torch import load_file
@@ -92,7 +93,7 @@ def test_losses_are_those_of_trl(run, tmp_path, name):
     assert summary["tokens_padding"] > 0 or name == "distill by itself"  # its rows are too alike to be worth it
 
 
-@pytest.mark.parametrize("name", ["orpo", "simpo", "distill"])
+@pytest.mark.parametrize("name", mostly_slow(["orpo", "simpo", "distill"], ["orpo", "distill"]))
 def test_the_same_command_goes_on(run, tmp_path, name):
     out = run(name, "--save_steps", "1", "--eval_share", "0.2")
     assert "Done: 3 steps" in out

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import mostly_slow
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from rig.byte_llama import ENDS, assistant, byte_tokenizer, chat_tokenizer, save_llama, user
@@ -107,7 +108,7 @@ def test_tables_with_adapters_or_trained_whole(run, folder):
     assert sorted(len(held[name]) for name in held if "embed_tokens" in name or "lm_head" in name) == [1, 258]
 
 
-@pytest.mark.parametrize("model", ["base", "tied"])
+@pytest.mark.parametrize("model", mostly_slow(["base", "tied"], ["base"]))
 def test_adapters_train_the_rows_of_new_tokens_and_nothing_else_of_the_tables(run, folder, model):
     words = ["--dataset", "chats.jsonl", "--chat_template_path", "chatml", "--add_tokens", *MARKS, "--peft", "lora"]
     words += ["--save_steps", "2", "--learning_rate", "1e-2", "--lr_scheduler_type", "constant"]

@@ -100,19 +100,26 @@ BEST = {
 """By model, with 64 GiB of host memory: device memory in GiB, and how the best full, LoRA and QLoRA training fits."""
 
 
-@pytest.mark.parametrize("name", mostly_slow(BEST, ["Qwen3-30B-A3B"]))
+@pytest.mark.parametrize(
+    "name, vram", mostly_slow([(name, vram) for name in BEST for vram in BEST[name][0]], [("Qwen3-30B-A3B", "24")])
+)
 @pytest.mark.long
-def test_the_best_of_each_kind_that_fits_is_recommended(name, tmp_path, plan):
+def test_the_best_of_each_kind_that_fits_is_recommended(name, vram, tmp_path, plan):
     by_memory, config = BEST[name]
     config().to_json_file(tmp_path / "config.json")
-    for vram, ways in by_memory.items():
-        words = ("--vram", vram, "--ram", "64", "--sequence_length", "2048", "--batch_size", "2")
-        report = json.loads(plan(tmp_path, *words, "--json")[0])
-        fitting = {row["kind"] for row in report["plans"] if row["fits"]}
-        for (kind, title), way in zip(report["recommended"].items(), ways, strict=True):
-            assert (title is not None) == (way is not None) == (kind in fitting), (vram, kind)
-            assert way is None or ("streamed" in title) == (way == "streamed"), (vram, kind, title)
-    best = plan(tmp_path, *words[2:], "--vram", "24")[0].partition("Best of each kind")[2]
+    words = ("--vram", vram, "--ram", "64", "--sequence_length", "2048", "--batch_size", "2")
+    report = json.loads(plan(tmp_path, *words, "--json")[0])
+    fitting = {row["kind"] for row in report["plans"] if row["fits"]}
+    for (kind, title), way in zip(report["recommended"].items(), by_memory[vram], strict=True):
+        assert (title is not None) == (way is not None) == (kind in fitting), kind
+        assert way is None or ("streamed" in title) == (way == "streamed"), (kind, title)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_said_beside_the_best_of_each_kind(tmp_path, plan):
+    BEST["Qwen3-30B-A3B"][1]().to_json_file(tmp_path / "config.json")
+    words = ("--vram", "24", "--ram", "64", "--sequence_length", "2048", "--batch_size", "2")
+    best = plan(tmp_path, *words)[0].partition("Best of each kind")[2]
     assert "full: does not fit, short by " in best and "Nothing fits" not in best
     assert re.search(r"\nLoRA, streamed.* GiB\n  hf-hybrid sft .*--peft lora .*--dataset DATA", best, re.S)
 
@@ -129,7 +136,7 @@ def test_as_few_layers_are_recomputed_as_fit(config_file, plan, tmp_path):
     shown, _ = plan(config_file, *words)
     assert re.search(r">.* yes +full, bf16 autocast, checkpointing auto \([1-5] of 6\)\n", shown)
     assert yaml.safe_load(target.read_text())[checkpointing_option()] == "auto"
-    shown, _ = plan(config_file, "--vram", "1KiB", "--ram", "1KiB", *SHORT)
+    shown, _ = plan(config_file, "--vram", "1KiB", "--ram", "1KiB", *SHORT, "--peft", "none")
     assert "checkpointing auto" not in shown  # where all are recomputed, the next plan says so
 
 
@@ -253,7 +260,8 @@ def test_options_out_of_range(config_file, refused, words):
 
 def test_teachers_and_completions_count(config_file, plan, tmp_path):
     def planned(*words):
-        plans = json.loads(plan(config_file, *SHORT, "--vram", "24GiB", "--ram", "64GiB", "--json", *words)[0])["plans"]
+        asked = (*SHORT, "--vram", "24GiB", "--ram", "64GiB", "--peft", "none", "--json", *words)
+        plans = json.loads(plan(config_file, *asked)[0])["plans"]
         return {found["title"].partition(", bf16")[0]: found["categories"] for found in reversed(plans)}
 
     teacher = ["--for", "distill", "--teacher", EXAMPLES / "qwen2.5-7b.json"]

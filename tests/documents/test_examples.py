@@ -44,11 +44,9 @@ def start(monkeypatch, capfd, tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "name",
-    [p.stem if p.stem[:2] == "01" else pytest.param(p.stem, marks=pytest.mark.slow) for p in EXAMPLES.glob("*.py")],
-)
+@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES.glob("*.py")])
 def test_an_example_says_nothing_of_what_its_dependencies_lack(name):
     """As the commands: torchao, bitsandbytes and torch warn when they are imported."""
     script = f"import runpy; runpy.run_path({str(EXAMPLES / f'{name}.py')!r}, run_name='imported')"

@@ -12,6 +12,7 @@ import types
 
 import pytest
 import torch
+from conftest import mostly_slow
 from transformers.models.llama import modeling_llama
 
 pytest.importorskip("trl")
@@ -38,7 +39,7 @@ def rows_of(folder, *words: str) -> list[dict]:
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("use", WORDS)
+@pytest.mark.parametrize("use", mostly_slow(WORDS, ["sft", "stream"]))
 def test_each_use_writes_what_it_measured(use, tmp_path, capsys):
     words = ["--shape", "tiny", "--steps", "2", "--warm_up", "1", *WORDS[use]]
     rows = rows_of(tmp_path, use, *words)
@@ -61,6 +62,7 @@ def test_each_use_writes_what_it_measured(use, tmp_path, capsys):
         assert by_arm["hybrid"]["rows_decoded_saved"] > 0 and not any(row["vllm"] for row in rows)
 
 
+@pytest.mark.slow
 def test_turns_go_on_from_those_before(tmp_path):
     words = ["--shape", "tiny", "--steps", "1", "--warm_up", "1", "--turns", "3", "--arms", "trl", "hybrid"]
     rows = rows_of(tmp_path, "grpo", *words)

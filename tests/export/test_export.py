@@ -189,6 +189,7 @@ def test_tied_weights_stay_tied(exports, name):
     assert model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_exports_generate_in_a_fresh_process_what_they_generate_in_memory(exports, run):
     prompt = torch.tensor([[72, 101, 257, 32, 84]])

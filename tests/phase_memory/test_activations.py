@@ -192,7 +192,7 @@ def test_every_real_phase_of_a_run_saves_nine_tenths_predict_saves_nothing_and_r
     """Counted: everything that the whole forward pass made and backward needs, head and loss included."""
     monkeypatch.setattr(activations, "BoundaryOffload", Counted)
     plain, checkpointed, offloaded = (
-        run(tmp_path, Watch(), *plugins, trainer_class=MeasuredTrainer, max_steps=16)
+        run(tmp_path, Watch(), *plugins, trainer_class=MeasuredTrainer, max_steps=12)
         for plugins in ([], [ActivationCheckpointing()], [ActivationCheckpointing(offload=True, min_bytes=0)])
     )
     for trainer in (checkpointed, offloaded):

@@ -1,11 +1,12 @@
 """Plans count images: what an encoder holds, of rows that a collator makes, beside what real steps hold."""
 
 import dataclasses
+import itertools
 import weakref
 
 import pytest
 import torch
-from conftest import config_values
+from conftest import config_values, mostly_slow
 from rig import vision
 from rig.live_bytes import LiveBytes, storages
 from transformers import TrainerCallback
@@ -70,8 +71,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "llava", "smolvlm"])
-@pytest.mark.parametrize("case", CASES)
+OF_CASES = [*itertools.product(["qwen2_vl", "llava", "smolvlm"], CASES)]
+QUICK = [("qwen2_vl", case) for case in CASES] + [("llava", "frozen"), ("smolvlm", "recomputed")]
+
+
+@pytest.mark.parametrize("name, case", mostly_slow(OF_CASES, QUICK))
 def test_the_planned_peak_with_images_is_that_of_a_step(name, case, tmp_path):
     trainer = trainer_of(name, tmp_path, **CASES[case])
     estimator, setup = estimator_for(trainer, None)
@@ -83,7 +87,9 @@ def test_the_planned_peak_with_images_is_that_of_a_step(name, case, tmp_path):
     assert planned.traced and planned.peak_device_bytes == pytest.approx(held.live.peak, rel=0.05)
 
 
-@pytest.mark.parametrize("name", vision.KINDS)
+@pytest.mark.parametrize(
+    "name", mostly_slow(vision.KINDS, ["qwen2_vl", "qwen3_vl", "idefics3", "llava_next", "gemma3"])
+)
 @pytest.mark.long
 def test_encoders_of_all_kinds_are_traced(name, tmp_path):
     trainer = trainer_of(name, tmp_path)

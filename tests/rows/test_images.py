@@ -200,7 +200,7 @@ def assert_once(run, least=1.0, of="learned"):
     assert run.trained.hybrid_summary()["plain_rows_because"] is None
 
 
-QUICK = ["qwen2_vl", "qwen3_vl", "qwen3_5", "idefics3", "llava_next", "gemma3", "paligemma"]
+QUICK = ["qwen2_vl", "qwen3_5", "idefics3", "llava_next", "gemma3"]
 
 
 @pytest.mark.parametrize("name", mostly_slow(vision.KINDS, QUICK))

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from conftest import ByteText, config_values, finite, hybrid_config, losses, tiny_model, weights
+from conftest import ByteText, config_values, finite, hybrid_config, losses, mostly_slow, tiny_model, weights
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -294,7 +294,10 @@ def check_later(tmp_path, caplog, monkeypatch, **options):
     return found[0][1]
 
 
-@pytest.mark.parametrize("name", LATER)
+QUICK = ("in a row", "infinite", "exploding", "accumulated", "saved", "a search of the rate", "without labels")
+
+
+@pytest.mark.parametrize("name", mostly_slow(LATER, QUICK))
 def test_what_is_read_later_ends_as_what_is_read_at_once(name, tmp_path, caplog, monkeypatch):
     """Weights, states of the optimizer, logs, events, counts and messages."""
     text = check_later(tmp_path, caplog, monkeypatch, **LATER[name])
@@ -389,7 +392,7 @@ class Divides(Means):
 
 _plain: dict[tuple, Trainer] = {}
 """Those of `Trainer`, by kind of model and name of the window."""
-WINDOWS = {"one row": range(1, 2), "a micro-batch": range(2, 4), "first": range(4), "many": range(4, 60)}
+WINDOWS = {"one row": range(1, 2), "a micro-batch": range(2, 4), "first": range(4), "many": range(4, 28)}
 
 
 @pytest.mark.parametrize(
@@ -410,7 +413,7 @@ def test_a_step_without_labels_is_that_of_trainer(tmp_path, caplog, kind, option
         return trainer
 
     values = {
-        "max_steps": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
         "train_sampling_strategy": "sequential", "remove_unused_columns": False,
     }  # fmt: skip
     for name, masked in WINDOWS.items():

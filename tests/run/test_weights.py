@@ -23,10 +23,11 @@ from hf_hybrid.run.weights import SAMPLE, Shards, Whole, shards_of
 from hf_hybrid.saving.manifest import last_checkpoint
 
 TESTS = Path(__file__).parents[1]
-RUNS = ("base", "accumulated", "muon", "lora", "bf16", "looked", "unseen", "adamw_whole", "rescued_lora")
+RUNS = ("base", "lora", "bf16", "looked", "unseen", "adamw_whole", "rescued_lora")
 SLOW_RUNS = (
-    "memory", "rescued", "offloaded", "muon_lora", "experts", "muon_experts", "world_model", "iterable",
-    "plain_muon", "plain_base", "plain_accumulated", "plain_offloaded", "plain_memory", "plain_lora", "plain_bf16",
+    "accumulated", "muon", "memory", "rescued", "offloaded", "muon_lora", "experts", "muon_experts", "world_model",
+    "iterable", "plain_muon", "plain_base", "plain_accumulated", "plain_offloaded", "plain_memory", "plain_lora",
+    "plain_bf16",
 )  # fmt: skip
 DEATH = launched_fsdp2.DEATHS[-1]
 

@@ -110,7 +110,7 @@ def comparable(summary):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("options", [{}, {"memory": "stream"}], ids=["resident", "streamed"])
+@pytest.mark.parametrize("options", mostly_slow([{}, {"memory": "stream"}], [{}]), ids=["resident", "streamed"])
 @pytest.mark.parametrize("phase", mostly_slow(list(Phase), [Phase.PREDICT]))
 def test_kill_and_resume(phase, options, uninterrupted, tmp_path):
     """Also with streamed layers to the weights of a run that was neither interrupted nor streamed."""

@@ -1,11 +1,12 @@
 """The chunked loss is the model's own loss, gradients included, in a fraction of its memory."""
 
+import itertools
 import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import config_values, losses, tiny_model, weights
+from conftest import config_values, losses, mostly_slow, tiny_model, weights
 from rig.live_bytes import LiveBytes
 from rig.tiny_architectures import build_model
 from torch import nn
@@ -486,8 +487,10 @@ def big_vocabulary(adapters=False):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["", "adapters"])
-@pytest.mark.parametrize("memory", ["off", "stream"])
+@pytest.mark.parametrize(
+    "memory, adapters",
+    mostly_slow([*itertools.product(["off", "stream"], [False, True])], [("off", True), ("stream", False)]),
+)
 @pytest.mark.long
 def test_chunked_loss_is_the_loss(memory, adapters, tmp_path, train_set):
     options = {"max_steps": 6, "gradient_accumulation_steps": 2, "weight_decay": 0.1}

@@ -174,7 +174,7 @@ def test_experts_stay_what_they_are_where_the_rest_is_trained(tmp_path, spoiled)
     assert_same_run(trainer, plain(tmp_path, data, frozen_experts(base(4))))
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("implementation", mostly_slow(["grouped_mm", "eager"], ["grouped_mm"]))
 @pytest.mark.parametrize("count", [COUNT, 8], ids=["adapters stay", "adapters travel"])
 def test_adapted_experts(implementation, count, tmp_path, spoiled):
     """With transformers' default implementation adapters are multiplied by tokens, otherwise added by PEFT."""
@@ -203,7 +203,7 @@ def test_trained_experts_travel_whole(tmp_path):
 @pytest.mark.parametrize(
     "kind", mostly_slow(["gpt_oss", "lfm2_moe", "deepseek_v3", "nemotron_h"], ["gpt_oss", "lfm2_moe"])
 )
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("implementation", mostly_slow(["grouped_mm", "eager"], ["grouped_mm"]))
 def test_architectures(kind, implementation, tmp_path, spoiled):
     def build():
         model = frozen_experts(build_model(kind))

@@ -1,6 +1,7 @@
 """Streamed training is plain training: equal to the last bit, with few layers on the device at a time."""
 
 import gc
+import itertools
 import threading
 import time
 
@@ -187,8 +188,13 @@ def wide():
     return llama(hidden_size=64)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["lora", "ia3", "dora", "shira", "int8"], ["dora", "int8"]))
-@pytest.mark.parametrize("walk", ["micro_batch", "layer"])
+@pytest.mark.parametrize(
+    "walk, kind",
+    mostly_slow(
+        [*itertools.product(["micro_batch", "layer"], ["lora", "ia3", "dora", "shira", "int8"])],
+        [("micro_batch", "int8"), ("layer", "dora")],
+    ),
+)
 @pytest.mark.usefixtures("of_a_library")
 def test_graphs_over_a_frozen_base(walk, kind, tmp_path, train_set):
     """The places of frozen weights too are found again, also where they are expanded from int8 or read by adapters."""

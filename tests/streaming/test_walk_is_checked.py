@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, mostly_slow, tiny_model, weights
 from rig.tiny_architectures import build_model, samples
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -260,7 +260,10 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+QUICK = ("plain", "adapters", "in backward", "graphs", "some resident", "gradients before the recomputation", "mixture")
+
+
+@pytest.mark.parametrize("name", mostly_slow(SITUATIONS, QUICK))
 def test_nothing_remains_of_the_comparison(name, tmp_path, monkeypatch, caplog):
     """Also the bytes of later steps are the same."""
     make, options = SITUATIONS[name]

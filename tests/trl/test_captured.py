@@ -417,7 +417,7 @@ def dropping(adapted):
         layer.lora_dropout["default"] = Times9()
 
 
-@pytest.mark.parametrize("products", [False, True], ids=["peft", "products"])
+@pytest.mark.parametrize("products", mostly_slow([False, True], [True]), ids=["peft", "products"])
 @pytest.mark.parametrize("change", [scaled, replaced, switched, patched, dropping])
 def test_an_adapter_that_changes_between_generations(change, products):
     """What a kept graph would not know."""

@@ -465,7 +465,7 @@ SEVERAL_TURNS = ("tools", "tools, rewards first")
 """Later turns complete other prompts, each longer."""
 
 
-@pytest.mark.parametrize("name", mostly_slow(RUNS, ("grpo", "rloo", "adapters", "tools, rewards first")))
+@pytest.mark.parametrize("name", mostly_slow(RUNS, ("grpo", "adapters", "tools, rewards first")))
 def test_a_run_is_that_of_trl(name, passes, tmp_path):
     theirs, ours, options = RUNS[name]
     theirs, ours = (train(kind, tmp_path / kind.__name__, max_steps=4, **options) for kind in (theirs, ours))

@@ -82,7 +82,9 @@ class RandomDirection(Direction):
 
 
 @pytest.mark.parametrize("build, plain, hybrid, config, probe, share_rows", [
-    (sft, (SFTTrainer, SFTConfig), HybridSFTTrainer, HybridSFTConfig, CHATS, "off"),
+    pytest.param(
+        sft, (SFTTrainer, SFTConfig), HybridSFTTrainer, HybridSFTConfig, CHATS, "off", marks=pytest.mark.slow
+    ),
     (sft, (HybridSFTTrainer, HybridSFTConfig), HybridSFTTrainer, HybridSFTConfig, CHATS, "on"),
     (dpo, (DPOTrainer, DPOConfig), HybridDPOTrainer, HybridDPOConfig, PAIRS, "off"),
 ], ids=["sft", "sft that shares rows in evaluations", "dpo"])  # fmt: skip
@@ -460,7 +462,7 @@ def test_as_few_layers_are_recomputed_as_fit_beside_trls_head(tmp_path):
     assert estimator.resident(setup).traced
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_dpo_recomputes_as_few_layers_as_fit_too(tmp_path):
     """The plan counts both rows of each pair. A budget is measured on the bytes of a run."""
     trained = functools.partial(trained_in_bytes, dpo, HybridDPOTrainer, HybridDPOConfig)

@@ -160,7 +160,7 @@ def known():
 
 @pytest.mark.parametrize("options", mostly_slow(OPTIONS, ["replayed"]))
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, ["grpo"]))
-@pytest.mark.parametrize("way", mostly_slow(["above", "below", "object", "class"], ["below", "object"]))
+@pytest.mark.parametrize("way", mostly_slow(["above", "below", "object", "class"], ["below"]))
 @pytest.mark.parametrize("name", CHANGES)
 def test_it_is_called_and_counts(name, way, kind, options, known, tmp_path, monkeypatch):
     case = kind, name, options
