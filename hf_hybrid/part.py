@@ -15,7 +15,7 @@ The hooks, each with the parts that implement it:
 | `resume` | before states are restored, with those of all parts | the choice of leaps, rollouts |
 | `load_state_dict` | a checkpoint is restored | all that keep a state |
 | `begin_step` | the batches are there | leaps, shared rows, rollouts |
-| `on_phase_change` | a step begins another phase | phase memory, the guard |
+| `on_phase_change` | a step begins another phase | precision and states by phase |
 | `before_forward`, `after_backward` | around each micro-batch | shared rows, phase memory, adapters |
 | `before_update` | gradients are clipped; the monitor may withhold the update | monitor, rate, leaps, planner |
 | `after_update` | the optimizer has stepped | leaps |
@@ -176,7 +176,6 @@ class Step:
         loss (`float`, *optional*): Training loss, the mean over all processes; known from `before_update` on, where a
             part needs it at once ([`Part.needs_numbers`]), and only in a real step in which a token has a label.
         gradient_norm (`float`, *optional*): Before clipping; as `loss`.
-        accuracy (`float`, *optional*): Share of the preference pairs that are ranked right, where such are trained on.
         leap (`Leap`, *optional*): The one that can still be undone.
         withheld (`bool`): Whether the optimizer does not step, because the gradients cannot be used.
         verdict (`Verdict`, *optional*): Of the divergence monitor on the loss, if the gradients are used.
@@ -199,7 +198,6 @@ class Step:
     skipped: int = 0
     loss: float | None = None
     gradient_norm: float | None = None
-    accuracy: float | None = None
     leap: Leap | None = None
     withheld: bool = False
     verdict: Verdict | None = None

@@ -41,7 +41,7 @@ from hf_hybrid.config import was_given
 from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.machine import is_out_of_memory
 from hf_hybrid.optimizers import inner_optimizer, optimizer_name, steps_in_backward
-from hf_hybrid.part import Part, Phase, Step
+from hf_hybrid.part import Part, Step
 from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
@@ -117,10 +117,6 @@ class MemoryGuard(Part):
         self.probe = probe
         self.warn_at, self.checkpoint_at = warn_at, max(warn_at, checkpoint_at)  # the warning comes first
         self.warned = self.asked = False
-
-    def on_phase_change(self, old: Phase, new: Phase) -> None:
-        if self.probe is not None:
-            logger.info("Phase `%s` ends and `%s` begins with %s.", old.value, new.value, self._describe(*self.probe()))
 
     def end_step(self, step: Step) -> None:
         if self.probe is None:

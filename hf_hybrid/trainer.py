@@ -499,12 +499,12 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 self.rows.fallbacks.cannot_be_exact("a `training_step` of yours does not call that of this package")
         if not run.has_phases:
             return
-        accuracy, scaler = self.accuracy_of_step(), self.accelerator.scaler
+        scaler = self.accelerator.scaler
         run.settle()
         numbers = numbers_of(run.step, self._gradient_norm, self.accelerator)
         if run.reads_later:
-            run.read_later(numbers, accuracy)
-        elif not run.before_update(numbers.tolist(), accuracy, scaler=scaler):
+            run.read_later(numbers)
+        elif not run.before_update(numbers.tolist(), scaler=scaler):
             self._withhold_update()
             if scaler is not None:
                 scaler.update()  # what it noted of these gradients is over
@@ -536,10 +536,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         loss = None if whole else chunked.loss
         with contextlib.nullcontext() if loss is None else loss.active(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def accuracy_of_step(self) -> float | None:
-        """Return the share of the preference pairs of the step under way, of all processes, that are ranked right."""
-        return None
 
     @property
     def loss_in_chunks(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from conftest import ByteText, assert_same_weights, hybrid_config, tiny_model, weights
 from transformers import HfArgumentParser
 
-from hf_hybrid import HybridTrainer, Phase
+from hf_hybrid import HybridTrainer
 from hf_hybrid import recovery as guard_module
 from hf_hybrid.arguments import HybridArguments
 from hf_hybrid.part import Step
@@ -53,15 +53,6 @@ def test_it_cleans_up_at_the_warning(monkeypatch):
 def test_one_is_never(caplog):
     guard = guard_of([1.0, 1.0], warn_at=1.0)
     assert not asks_save(guard) and not asks_save(guard, 2) and not caplog.records
-
-
-def test_phases_are_logged_with_what_they_hold(caplog):
-    guard = guard_of([0.25])
-    with caplog.at_level(logging.INFO, "hf_hybrid.recovery"):
-        guard.on_phase_change(Phase.FULL, Phase.PREDICT)
-        MemoryGuard(None).on_phase_change(Phase.FULL, Phase.PREDICT)
-    (record,) = caplog.records
-    assert record.getMessage() == "Phase `full` ends and `predict` begins with 2.50 of 10.00 GiB in use (25.0%)."
 
 
 @pytest.mark.parametrize("predict", [False, True])

@@ -6,9 +6,9 @@ in this run, so no threshold depends on the model or the data:
 
 - gradients before they are used: a loss or norm that is not finite, or a norm far above its running median;
 - the loss after each real step: its deviation from the linear trend of the last 32 real steps, a lasting rise of their
-  mean, a loss that turns in nearly every step;
+  mean;
 - after a leap, at the end of Correct: the mean loss since the leap against the trend before it, in standard errors of
-  that comparison, and over several leaps the mean error of such forecasts.
+  that comparison.
 
 The answer is a rung of a ladder (`Action`), mildest first: shorter leaps, real steps for a while, no leaps for longer
 and longer, roll-back of the open leap, a dropped batch, a forgotten direction, and in the end an error that names the
@@ -77,7 +77,6 @@ class DivergenceMonitor(Part):
         self.threshold = threshold
         self.losses: deque[float] = deque(maxlen=self.HISTORY)
         self.norms: deque[float] = deque(maxlen=self.HISTORY)
-        self.errors: deque[float] = deque(maxlen=16)
         self.bad_steps = 0
         self.warnings_in_a_row = 0
         self.best: Sequence[float] | None = None
@@ -98,8 +97,7 @@ class DivergenceMonitor(Part):
             self.run.record.skipped_batches += 1
             self.run.call("react", step, verdict)
             return
-        forecast = None if step.leap is None else step.leap.forecast
-        verdict = self.judge_step(step.loss, step.gradient_norm, predicted_loss=forecast, leap_open=leap_open)
+        verdict = self.judge_step(step.loss, step.gradient_norm, leap_open=leap_open)
         step.verdict = NORMAL if in_warmup else verdict
 
     def withheld(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
@@ -128,8 +126,6 @@ class DivergenceMonitor(Part):
         if verdict.action is Action.ABORT:
             error = TrainingDivergedError(f"Training diverged at step {step.index}: {verdict.reason}.")
             raise self.run.diverged(error)
-        if verdict.action is Action.ROLL_BACK:
-            self.errors.clear()
 
     # The judgements.
 
@@ -158,11 +154,10 @@ class DivergenceMonitor(Part):
             return math.inf
         return 10 * self.EXPLODING * max(statistics.median(self.norms), 1e-12)
 
-    def judge_step(self, loss: float, norm: float, *, predicted_loss: float | None, leap_open: bool) -> Verdict:
-        """Judge after a real step with finite numbers. `predicted_loss` is the forecast of its loss, if any."""
+    def judge_step(self, loss: float, norm: float, *, leap_open: bool) -> Verdict:
+        """Judge after a real step with finite numbers."""
         risen = self._rise()
-        others = (self._norm(norm), self._prediction(loss, predicted_loss), self._oscillation())
-        level, reason = max((self._loss_deviation(loss), risen, *others), key=operator.itemgetter(0))
+        level, reason = max((self._loss_deviation(loss), risen, self._norm(norm)), key=operator.itemgetter(0))
         if level < Level.CRITICAL or not leap_open:
             # A loss that is rolled back must not become part of what counts as normal.
             self.losses.append(loss)
@@ -225,32 +220,12 @@ class DivergenceMonitor(Part):
             return Level.WARNING, f"gradient norm {norm:.3g} vanished ({ratio:.1g} of its median)"
         return Level.NORMAL, ""
 
-    def _prediction(self, loss: float, predicted: float | None) -> tuple[Level, str]:
-        if predicted is None or len(self.losses) < self.MIN_HISTORY:
-            return Level.NORMAL, ""
-        # Only losses above the forecast count as errors.
-        self.errors.append(max(loss - predicted, 0.0))
-        _, deviation = linear_trend(list(self.losses))
-        mean = sum(self.errors) / len(self.errors)
-        if len(self.errors) == self.errors.maxlen and mean > self.threshold * max(deviation, 1e-8):
-            return Level.WARNING, f"losses after leaps are {mean:.3g} above their forecasts on average"
-        return Level.NORMAL, ""
-
-    def _oscillation(self) -> tuple[Level, str]:
-        # Independent noise changes direction in 2/3 of the steps; only nearly every step is a sign of bouncing.
-        if len(self.losses) < self.HISTORY:
-            return Level.NORMAL, ""
-        values = list(self.losses)
-        changes = [b - a for a, b in zip(values, values[1:])]
-        turns = sum(a * b < 0 for a, b in zip(changes, changes[1:])) / (len(changes) - 1)
-        return (Level.CAUTION, f"loss turns in {turns:.0%} of the steps") if turns > 0.9 else (Level.NORMAL, "")
-
     def state_dict(self) -> dict:
-        deques = {name: list(getattr(self, name)) for name in ("losses", "norms", "errors")}
+        deques = {name: list(getattr(self, name)) for name in ("losses", "norms")}
         return deques | {name: getattr(self, name) for name in self._STATE}
 
     def load_state_dict(self, state: dict) -> None:
-        for name in ("losses", "norms", "errors"):
+        for name in ("losses", "norms"):
             getattr(self, name).clear()
             getattr(self, name).extend(state[name])
         vars(self).update({name: state[name] for name in self._STATE})

@@ -11,27 +11,19 @@ Adapters need another rule. Their best rate is about ten times that of full fine
 the cosine falls to zero far below it: few directions of the small factors are steep and oscillate, which makes the
 cosine negative, while all others still gain. But which rate is best is known from their shape alone, as
 [`~hf_hybrid.run.adapters.adapter_rate`] explains.
-
-A preference loss can fall while fewer pairs are ranked right, so the search looks at the accuracy of the training
-batches too, where the trainer has it ([`AccuracyWatch`]).
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_hybrid.part import Action, Level, Part, Step, Verdict
 from hf_hybrid.run.record import RunView
 from hf_hybrid.run.weights import TrainedWeights, inner_product, sum_of_squares
-
-logger = logging.getLogger(__name__)
 
 
 class _Average:
@@ -55,38 +47,6 @@ class _Average:
     def standard_error(self, decay: float) -> float:
         variance = max(0.0, self.second / self.weight - self.mean**2)
         return math.sqrt(variance * (1 - decay) / (1 + decay))
-
-
-class AccuracyWatch:
-    """Notices when fewer preference pairs are ranked right: compares every `WINDOW` steps with the best ones before."""
-
-    WINDOW = 8
-    CLEAR = 3.0
-    """
-    Standard errors of the difference of two windows that make it clear. Two were too few with two pairs per step: the
-    best of several windows is good by chance.
-    """
-
-    def __init__(self):
-        self.best: list[float] = []
-        """Accuracies of the steps of the best window."""
-        self.now: list[float] = []
-        """Of the window under way."""
-
-    def fell(self, accuracy: float | None) -> bool:
-        """Add a step, `None` if it has no accuracy. Return whether a window ends that is clearly below the best."""
-        if accuracy is None:
-            return False
-        self.now.append(accuracy)
-        if len(self.now) < self.WINDOW:
-            return False
-        window, self.now = self.now, []
-        if not self.best or sum(window) >= sum(self.best):
-            self.best = window
-            return False
-        variance = statistics.variance(window) + statistics.variance(self.best)
-        difference = statistics.fmean(self.best) - statistics.fmean(window)
-        return difference > self.CLEAR * math.sqrt(variance / self.WINDOW)
 
 
 class RateScale(Part):
@@ -167,8 +127,7 @@ class LearningRateSearch(RateScale):
         self.average = _Average()
         self.smooth_loss: float | None = None
         self.best_loss = self.loss_variance = 0.0
-        self.cooldown = self.held_at = 0
-        self.watch = AccuracyWatch()
+        self.cooldown = 0
 
     @property
     def scale(self) -> float:  # ty: ignore[incompatible-property-override]  # nobody writes it from outside
@@ -186,14 +145,14 @@ class LearningRateSearch(RateScale):
 
     def learn(self, step: Step) -> None:
         cosine = None if step.withheld or self.cosine is None else self.cosine()
-        self.observe(math.inf if step.withheld or step.loss is None else step.loss, cosine, step.accuracy)
+        self.observe(math.inf if step.withheld or step.loss is None else step.loss, cosine)
 
-    def observe(self, loss: float, cosine: float | None, accuracy: float | None = None) -> None:
-        """Learn from a real step: its loss, its cosine, and the share of its preference pairs that are ranked right."""
+    def observe(self, loss: float, cosine: float | None) -> None:
+        """Learn from a real step: its loss and its cosine."""
         if not math.isfinite(loss):
             return
         self.steps += 1
-        if self._is_unstable(loss) or self._loses_accuracy(accuracy):
+        if self._is_unstable(loss):
             self._hold(self.log_scale, self.BACK)
         elif cosine is not None and math.isfinite(cosine):
             decay = self.DECAY_HOLDING if self.holding else self.DECAY_GROWING
@@ -233,8 +192,7 @@ class LearningRateSearch(RateScale):
         self._hold(seen_at, self.BEYOND if seen_at > self.BEYOND else -seen_at)
 
     def _hold(self, log_scale: float, change: float) -> None:
-        self.holding, self.held_at = True, self.steps
-        self.watch.now = []  # the window under way is left out, because the rate changes
+        self.holding = True
         self.cap = max(0.0, log_scale)
         self.log_scale = min(self.max_log, max(0.0, log_scale + change))
         self.average = _Average()
@@ -256,64 +214,27 @@ class LearningRateSearch(RateScale):
             return True
         return False
 
-    def _loses_accuracy(self, accuracy: float | None) -> bool:
-        """Whether accuracy falls while the scale grows, or in the first steps at the one that is held."""
-        if self.holding and self.steps > self.held_at + AccuracyWatch.WINDOW:
-            return False
-        fell = self.watch.fell(accuracy) and self.log_scale > 0
-        if fell:
-            logger.warning("Fewer preference pairs are ranked right: the learning rate is lowered.")
-        return fell
-
     def back_off(self) -> None:
         """Reduce the scale to a quarter and stop its growth, after training went badly wrong."""
         self._hold(self.log_scale, -math.log(4))
 
-    _STATE = (
-        "log_scale", "cap", "peak", "steps", "holding", "held_at", "smooth_loss", "best_loss", "loss_variance",
-        "cooldown",
-    )  # fmt: skip
+    _STATE = ("log_scale", "cap", "peak", "steps", "holding", "smooth_loss", "best_loss", "loss_variance", "cooldown")
 
     def state_dict(self) -> dict:
         values = {name: getattr(self, name) for name in self._STATE}
-        return {**values, "average": dict(vars(self.average)), "watch": dict(vars(self.watch))}
+        return {**values, "average": dict(vars(self.average))}
 
     def load_state_dict(self, state: dict) -> None:
         for name in self._STATE:
             setattr(self, name, state[name])
         vars(self.average).update(state["average"])
-        vars(self.watch).update(state["watch"])
-
-
-PART = 1 << 19
-"""Elements that operations on the host handle before they go on: a part of a few tensors lies in the cache then."""
-
-
-def last_steps(gradient: Tensor, state: Mapping[str, Any], out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """
-    Yield a gradient and the direction of Adam's last step (uphill), `exp_avg / (sqrt(exp_avg_sq) + eps)`, which is
-    written into `out`; nothing before the first step.
-
-    Where all tensors lie on the host, it yields part by part: what it makes of a part is still in the processor's cache
-    when it is multiplied.
-    """
-    first, second = state.get("exp_avg"), state.get("exp_avg_sq")
-    if not (torch.is_tensor(first) and torch.is_tensor(second) and first.shape == second.shape):
-        return
-    tensors = (gradient, first, second)
-    on_host = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (*tensors, out))
-    in_parts = on_host and first.shape == gradient.shape
-    parts = zip(*(tensor.view(-1).split(PART) for tensor in tensors)) if in_parts else [tensors]
-    for part, first, second in parts:
-        # Always the same part of the buffer, which so stays in the cache.
-        step = out.view(-1)[: len(part)] if in_parts else out
-        yield part, torch.div(first.to(out.device, torch.float32), step.copy_(second).sqrt_().add_(1e-8), out=step)
 
 
 @torch.no_grad()
 def step_cosine(weights: TrainedWeights) -> Callable[[], float | None] | None:
     """
-    Order the cosine of a fresh gradient with the direction of the last step of Adam, which keeps it in its state.
+    Order the cosine of a fresh gradient with the direction of the last step of Adam (uphill), which keeps it in its
+    state: `exp_avg / (sqrt(exp_avg_sq) + eps)`.
     Return a function that waits for it, `None` if there is nothing to compare with. The cosine is positive if the last
     direction still leads downhill, and `None` if one of both is zero.
     """
@@ -321,12 +242,15 @@ def step_cosine(weights: TrainedWeights) -> Callable[[], float | None] | None:
     for index, parameter in enumerate(weights.parameters):
         if parameter.grad is None or parameter.grad.is_sparse:
             continue
-        out = weights.scratch(parameter, parameter.device)
-        for gradient, followed in last_steps(parameter.grad, weights.state(index), out):
-            gradient = gradient.to(followed.device, torch.float32)
-            dots.append(inner_product(gradient, followed))
-            squares.append(sum_of_squares(followed))
-            gradients.append(sum_of_squares(gradient))
+        if "exp_avg" not in (state := weights.state(index)):  # before the first step
+            continue
+        out, first = weights.scratch(parameter, parameter.device), state["exp_avg"]
+        followed = out.copy_(state["exp_avg_sq"]).sqrt_().add_(1e-8)
+        followed = torch.div(first.to(out.device, torch.float32), followed, out=out)
+        gradient = parameter.grad.to(followed.device, torch.float32)
+        dots.append(inner_product(gradient, followed))
+        squares.append(sum_of_squares(followed))
+        gradients.append(sum_of_squares(gradient))
     if not dots:
         return None
     read = weights.shards.totals_later([dots, squares, gradients])

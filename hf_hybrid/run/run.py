@@ -109,8 +109,8 @@ class Run:
         self.logged, self.trained = LoggedSteps(), LoggedSteps()
         self.step = Step(0)
         """The one under way; an empty one between steps."""
-        self._unread: tuple[Step, float | None, PendingRead] | None = None
-        """A step that is put off until its numbers are on the host: with its accuracy, and with them."""
+        self._unread: tuple[Step, PendingRead] | None = None
+        """A step that is put off until its numbers are on the host, with them."""
         self.has_phases = self.warmup is not None
         """Whether training goes in phases, with leaps or without."""
         self.accumulations: set[int] = set()
@@ -229,17 +229,14 @@ class Run:
         while self.later:
             self.later.pop(0)()
 
-    def before_update(
-        self, numbers: Sequence[float], accuracy: float | None = None, step: Step | None = None, scaler: Any = None
-    ) -> bool:
+    def before_update(self, numbers: Sequence[float], step: Step | None = None, scaler: Any = None) -> bool:
         """
         Show the parts loss and gradients of the real step, the monitor first, which may raise `TrainingDivergedError`.
         Return whether the optimizer may step. If not, the caller must drop the gradients.
 
         The `numbers` are those of [`~hf_hybrid.run.monitor.numbers_of`]. A step in which no token has a label has no
         gradient, and the optimizer steps as with `Trainer`, but nothing can be learnt from it: the parts are not shown
-        it. `accuracy` is the share of the step's preference pairs that the model ranks right, if it trains on such.
-        `step` is the one under way, or one that is over and was put off.
+        it. `step` is the one under way, or one that is over and was put off.
         """
         hooks = self._hooks["before_update"] if step is None else [self.monitor.before_update]  # others looked in time
         step, (loss, gradient_norm, has_loss) = cast("RealStep", step or self.step), numbers
@@ -257,15 +254,15 @@ class Run:
             self._warned_of_no_label = True
             step.withheld = not math.isfinite(gradient_norm)
             return not step.withheld
-        step.loss, step.gradient_norm, step.accuracy = loss, gradient_norm, accuracy
+        step.loss, step.gradient_norm = loss, gradient_norm
         for method in hooks:
             method(step)
         step.counts = not step.withheld
         return step.counts
 
-    def read_later(self, numbers: torch.Tensor, accuracy: float | None = None) -> None:
+    def read_later(self, numbers: torch.Tensor) -> None:
         """Show the parts the step later ([`settle`]): its `numbers` are on the device, which decides by itself."""
-        self._unread = self.step, accuracy, PendingRead(numbers)
+        self._unread = self.step, PendingRead(numbers)
         self.optimizer.found_inf = self.monitor.withheld(self.step, numbers)
         for method in self._in_time:
             method(self.step)
@@ -279,8 +276,8 @@ class Run:
         """
         if self._unread is None or self._unread[0] is self.step:
             return
-        (step, accuracy, numbers), self._unread = self._unread, None
-        self.before_update(numbers.read(), accuracy, step)
+        (step, numbers), self._unread = self._unread, None
+        self.before_update(numbers.read(), step)
         if self.rate is not None:
             self.rate.end_step(step)
         self._follow(step)

@@ -511,11 +511,6 @@ class HybridDPOTrainer(ReferenceMixin, TRLTrainerMixin, DPOTrainer):
         planned = checkpointing(args) == "auto" or options.vram_budget_gib is not None
         return MOST_MERGED if repeats and not planned else 1.0
 
-    def accuracy_of_step(self) -> float | None:
-        # TRL has it on the host, for its log.
-        accuracies = self._metrics["train"][ACCURACIES][-self.current_gradient_accumulation_steps :]
-        return sum(accuracies) / len(accuracies) if accuracies else None
-
     def _prepare_probe_set(self, dataset):
         dataset: Any = self._prepare_dataset(dataset, self.processing_class, self.args, "probe")
         if self.precompute_ref_logps:
