@@ -1,5 +1,5 @@
 """
-The differences between the admitted versions of torch, transformers, TRL and PEFT that this package bridges.
+The differences between the admitted versions of torch, transformers and TRL that this package bridges.
 
 Each is one function here, with the version that brought it. A function asks for the thing itself (a method, a field, a
 parameter) where it can, as a build of the main branch has the number of a release that has it or not. Whoever drops a
@@ -73,25 +73,6 @@ def trl_error(error: ImportError) -> ImportError:
         f"What is for TRL needs TRL 1.15 or newer, and was tested up to {newest}. It cannot be imported here ({error}"
         f'{has}). Install it with `pip install "{install}"`.'
     )
-
-
-# PEFT.
-
-
-@functools.cache
-def tells_factors(wrapper: type) -> bool:
-    """
-    Whether wrappers of fused experts tell the two factors of an adapter, and say once if not. 0.21:
-    `get_delta_factors`. The extra `peft` asks for it, but an older PEFT may have been there before.
-    """
-    tells = hasattr(wrapper, "get_delta_factors")
-    if not tells:
-        logger.warning(
-            "Adapters on fused experts are computed by PEFT, which copies all experts of a layer in each pass. PEFT %s "
-            'does not tell their factors: `pip install "hf-hybrid[peft]"` brings one that does.',
-            getattr(sys.modules.get("peft"), "__version__", ""),
-        )
-    return tells
 
 
 # transformers.

@@ -41,9 +41,6 @@ class LeapObstacleError(ValueError):
 
 # Processes.
 
-# Set by torchrun and by the MPI launchers that accelerate and torch know.
-_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-
 # If the run asks for several, the first is named.
 _LAUNCHED = {
     "deepspeed": "ACCELERATE_USE_DEEPSPEED",
@@ -104,19 +101,6 @@ def check_kernels(args: TrainingArguments) -> None:
         raise ValueError(
             "`use_liger_kernel=True` needs a GPU: Liger's kernels are written in Triton, which does not compile for a "
             "CPU or for MPS. Leave it out, or train on a GPU."
-        )
-
-
-def warn_of_lone_process() -> None:
-    """Warn if `accelerate launch` started one process instead of several, as it does with `--cpu`."""
-    # It then sets the address of a first process, but no number of processes.
-    launched = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
-    if launched and not any(variable in os.environ for variable in _WORLD_SIZES):
-        logger.warning(
-            "This is the only process. `accelerate launch` starts one process, whatever `--num_processes` says, with "
-            "`--cpu` and on a machine with fewer than two GPUs. To train with several on the CPU, launch with "
-            "`torchrun --nproc_per_node 2 SCRIPT --use_cpu`; `hf-hybrid train --cpu --num_processes 2` starts them "
-            "itself."
         )
 
 

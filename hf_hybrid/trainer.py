@@ -38,7 +38,7 @@ from hf_hybrid.files import write_note
 from hf_hybrid.hub.publishing import PublishingMixin
 from hf_hybrid.leaps.directions import DirectionFactory
 from hf_hybrid.leaps.probe import SequenceLosses
-from hf_hybrid.machine import check_kernels, copy_to_device_, keep_differentiable, warn_of_lone_process
+from hf_hybrid.machine import check_kernels, copy_to_device_, keep_differentiable
 from hf_hybrid.part import Part, Phase, Step, check_parts
 from hf_hybrid.plan.accounting import ByteTable
 from hf_hybrid.plan.of_trainer import check_streamable
@@ -53,7 +53,7 @@ from hf_hybrid.run.run import DataOrder, RandomStates, Run
 from hf_hybrid.run.trainer_view import SEAMS, Code, acts_beside_layers, acts_between, reads_gradients
 from hf_hybrid.saving.lock import check_output
 from hf_hybrid.saving.manifest import last_checkpoint
-from hf_hybrid.saving.preemption import agree_on_preemption, check_thread
+from hf_hybrid.saving.preemption import agree_on_preemption
 from hf_hybrid.saving.reference import parts_of_reference
 from hf_hybrid.saving.saver import InStep, Saver
 from hf_hybrid.saving.sharded import load_converted, load_optimizer, load_weights
@@ -217,7 +217,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.recovery = OutOfMemoryRecovery(self)
         self.log_file = LogFile(str(self.args.output_dir), writes=self.is_world_process_zero())
         self.memory_guard = MemoryGuard(device_probe(self.args.device), warn_at=options.guard_warn_at)
-        warn_of_lone_process()
         if self.is_world_process_zero():
             warn_of_untested_versions()
         keep_differentiable(self.model)
@@ -551,7 +550,6 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     def create_accelerator_and_postprocess(self):
         # The first thing that Trainer does with the model: what cannot work is refused before the model moves.
         check_output(str(self.args.output_dir))
-        check_thread(self.args)
         if self._memory_option != "off" and self.model is not None:
             check_streamable(self.args, self.model, self._device_map)
         super().create_accelerator_and_postprocess()

@@ -1,10 +1,7 @@
 """`hf_hybrid/machine.py`: two processes decide alike and resume after a kill; what a launcher asks for is heeded."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.machine import warn_of_lone_process
 from hf_hybrid.saving.manifest import last_checkpoint
 
 TESTS = Path(__file__).parent
@@ -98,41 +94,6 @@ def test_a_process_may_be_killed_without_leaps(tmp_path):
 def test_without_leaps_it_is_trainer_bit_for_bit(results):
     off, plain = results["off"][0], results["plain"][0]
     assert off["digest"] == plain["digest"] and off["losses"] == plain["losses"]
-
-
-LONE = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""What `accelerate launch --cpu --num_processes 2` (accelerate 1.15) leaves to the one process that it starts."""
-
-
-@pytest.mark.parametrize("more, warned", [({}, True), ({"WORLD_SIZE": "1"}, False), ({"PMI_SIZE": "2"}, False)])
-def test_a_launch_that_started_one_process_instead_of_two_warns(monkeypatch, caplog, more, warned):
-    for name, value in {**LONE, **more}.items():
-        monkeypatch.setenv(name, value)
-    warn_of_lone_process()
-    assert ("the only process" in caplog.text) is warned
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_the_plain_cpu_launch_trains_in_one_process_and_says_so(tmp_path):
-    command = "-m accelerate.commands.launch --cpu --num_processes 2".split()
-    options = [
-        ROOT / "examples/07_from_scratch.py",
-        "--max_steps",
-        "10",
-        "--output_dir",
-        tmp_path / "out",
-        "--report_to",
-        "none",
-    ]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}"}
-    ended = subprocess.run(
-        [sys.executable, *map(str, [*command, *options])],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stderr.count("the only process") == 1
-    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

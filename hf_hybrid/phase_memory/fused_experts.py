@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.compat import norm_of_experts, shards_experts, tells_factors
+from hf_hybrid.compat import norm_of_experts, shards_experts
 from hf_hybrid.optimizers import wraps_parameter
 from hf_hybrid.part import Part
 from hf_hybrid.phase_memory.adapter_products import is_looked_into
@@ -88,7 +88,7 @@ def _is_thin(wrapper: Any) -> bool:
     weight, ranks = wrapper.get_param(), wrapper.r.values()
     floats = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(rank * weight.element_size() % ALIGNED == 0 for rank in ranks)
-    return weight.ndim == 3 and floats and aligned and tells_factors(type(wrapper))
+    return weight.ndim == 3 and floats and aligned
 
 
 def _wrappers(layer: Any) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
 from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
 
 from hf_hybrid.run.trainer_view import TrainerView
@@ -136,12 +135,3 @@ def agree_on_preemption(trainer: TrainerView) -> Preemption | None:
     callback = Preemption(trainer)
     trainer.callback_handler.add_callback(callback)
     return callback
-
-
-def check_thread(args: TrainingArguments) -> None:
-    """Raise `ValueError` if `enable_jit_checkpoint` is set outside of the main thread."""
-    if args.enable_jit_checkpoint and threading.current_thread() is not threading.main_thread():
-        raise ValueError(
-            f"`enable_jit_checkpoint={args.enable_jit_checkpoint}` needs the main thread, because Python handles "
-            "signals there alone. Make the trainer and call `train` in the main thread, or leave the option out."
-        )

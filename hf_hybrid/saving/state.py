@@ -204,28 +204,18 @@ def restore(trainer: TrainerView, checkpoint: str, differences: Differences) -> 
             "and without leaps nothing undoes it. Resume with leaps to have it judged, or from an earlier checkpoint."
         )
     if run.has_phases:
-        report["restored"] = _restored(trainer, state)
+        report["restored"] = _restored(trainer)
         warnings += _not_restored(trainer, state)
     return report
 
 
-def _restored(trainer: TrainerView, state: dict) -> dict[str, Any]:
-    """Return what was restored, as plain values."""
+def _restored(trainer: TrainerView) -> dict[str, Any]:
+    """Return where the run goes on, as plain values."""
     run, leaps = trainer.run, trainer.run.part(Leaps)
-    phase, direction, memory_bytes = run.phase_of(trainer.state.global_step), None, 0
-    if leaps is not None:
-        phase, direction = leaps.controller.phase, leaps.trajectory.direction.name
-        if "leaps" in state and state["leaps"]["trajectory"]["direction"] == direction:
-            tensors = state["leaps"]["tensors"].items()
-            memory_bytes = sum(tensor.nbytes for name, tensor in tensors if not name.startswith("snapshot."))
+    phase = run.phase_of(trainer.state.global_step) if leaps is None else leaps.controller.phase
     return {
         "phase": None if phase is None else phase.value,
-        "leaps": run.record.leaps_made,
-        "direction": direction,
         "open_leap": leaps is not None and leaps.trajectory.open is not None,
-        "memory_bytes": memory_bytes,
-        "planner": trainer.hybrid_args.planner,
-        "learning_rate_scale": run.rate_scale,
         "data": None if trainer.args.ignore_data_skip or run.feed is None else run.feed.state_dict(),
     }
 
@@ -263,8 +253,6 @@ def log_report(report: Report, *, show: bool, has_phases: bool) -> None:
             line += ", without hybrid state"
         else:
             line += f": phase `{restored['phase']}`" + (", in which a leap is open" if restored["open_leap"] else "")
-            if restored["direction"] is not None:
-                line += f", memories of `{restored['direction']}` ({restored['memory_bytes'] / 2**20:,.1f} MiB)"
             if (data := restored["data"]) is not None:
                 line += f", data behind {data['trained']:,} batches of epoch {data['epoch']}"
         logger.info("%s.", line)

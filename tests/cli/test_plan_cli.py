@@ -337,6 +337,7 @@ def test_the_configuration_for_16_gb_fits_there():
     assert planned.peak_host_bytes < 40 * 2**30
 
 
+@pytest.mark.slow
 def test_smaller_micro_batches_of_the_same_update_are_found(cli, tmp_path):
     """A base of 7B in 4 bits fits a card of 8 GiB, two sequences at a time."""
     model, target = EXAMPLES / "qwen2.5-7b.json", tmp_path / "plan.yaml"

@@ -73,6 +73,7 @@ def test_compare_refuses_an_unknown_arm(start):
         start("02_compare_with_trainer", "--arms", "sgd")
 
 
+@pytest.mark.slow
 def test_memory_policies(start):
     pytest.importorskip("bitsandbytes")
     out, _ = start("03_memory_policies", "--layers", 6, "--width", 64, "--max_steps", 2)
@@ -111,6 +112,7 @@ def test_custom_direction(start):
     assert int(passes) == done  # what the plugin counted
 
 
+@pytest.mark.slow
 def test_gpt2(start, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text((EXAMPLES.parent / "README.md").read_text() * 2)
@@ -131,6 +133,7 @@ def test_gpt2_says_what_does_not_hold(start, tmp_path):
     assert status == 1 and "NOT  leaps were made" in out and "NOT  every phase was reached" in out
 
 
+@pytest.mark.slow
 def test_low_bit(start, tmp_path):
     pytest.importorskip("torchao")
     with torch.compiler.set_stance("force_eager"):  # compiling takes half a minute

@@ -235,6 +235,7 @@ def test_rejected_leaps_leave_the_weights_bit_equal(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_leaps_at_a_rate_that_is_far_too_high_do_no_harm(tmp_path):
     """Leaps that were shortened sixteenfold used to be followed by unprobed ones of full length, which stayed."""
     above = []

@@ -1,11 +1,9 @@
 """Adapters on fused experts: what PEFT computes, without its copies; trained, resumed and exported."""
 
-import peft
 import pytest
 import torch
 from conftest import assert_same_weights, mostly_slow, weights
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora.layer import ParamWrapper
 from rig import trainers
 from rig.sft_rows import agent, pad
 from rig.tiny_architectures import FIRST_DATA_TOKEN, build_model
@@ -13,7 +11,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
 from hf_hybrid.build import make_plan
-from hf_hybrid.compat import tells_factors
 from hf_hybrid.export import exporter
 from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.phase_memory.fused_experts import FusedExperts, adapted_experts
@@ -92,16 +89,6 @@ def test_experts_compute_what_peft_computes(kind):
     model.unmerge_adapter()
     part.clean_up()
     torch.testing.assert_close(gradients(model, batch)[0], wanted)
-
-
-def test_an_older_peft_is_named_once(monkeypatch, caplog):
-    monkeypatch.delattr(ParamWrapper, "get_delta_factors")
-    tells_factors.cache_clear()
-    model = adapted("qwen3_moe")
-    assert adapted_experts(model) == [] == adapted_experts(model)
-    tells_factors.cache_clear()
-    (said,) = (record.getMessage() for record in caplog.records if "fused experts" in record.getMessage())
-    assert f"PEFT {peft.__version__}" in said and 'pip install "hf-hybrid[peft]"' in said
 
 
 def test_no_copy_of_the_experts_is_kept_for_the_backward_pass():

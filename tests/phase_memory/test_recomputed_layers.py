@@ -115,6 +115,7 @@ def test_the_model_has_its_setting_again(tmp_path):
     assert len(trainer.model._require_grads_hooks) == len(plain.model._require_grads_hooks)
 
 
+@pytest.mark.slow
 def test_in_phases_with_leaps(tmp_path):
     phases = {"enable_predict": True, "max_steps": 20, "warmup_phase_steps": 3, "direction": "orthogonal"}
     trainers = [build(tmp_path / str(asked), asked, budget=6 << 20, **phases) for asked in ("auto", True)]

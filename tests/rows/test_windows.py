@@ -484,11 +484,8 @@ CPU = torch.device("cpu")
 IN_ORDER = {"train_sampling_strategy": "sequential", "max_steps": 10, "eval_strategy": "steps", "eval_steps": 5}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(build, marks=pytest.mark.slow), pytest.param(lora, marks=pytest.mark.slow), few_adapters],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [build, lora, few_adapters])
 def test_layers_compile_twice_in_a_run_on_ten_kinds_of_windows(model, tmp_path):
     """Once for training and once for evaluation, with a comparison and with adapters, whose inputs need no gradient."""
     rows, options = ten_kinds(), {**IN_ORDER, "learning_rate": 0.01}

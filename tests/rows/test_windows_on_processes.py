@@ -109,8 +109,8 @@ def run(folder, sharding):
     torch.distributed.barrier()
 
 
-# Compiled layers and two processes are each in a default test of their own (test_windows.py, and "ddp" here).
-@pytest.fixture(scope="module", params=mostly_slow(SHARDING, ["ddp", "fsdp2"]))
+# DDP has a default test in test_images.py.
+@pytest.fixture(scope="module", params=mostly_slow(SHARDING, ["fsdp2"]))
 def launched(request, tmp_path_factory):
     if "deepspeed" in SHARDING[request.param]:
         pytest.importorskip("deepspeed")

@@ -1,12 +1,13 @@
 """Async saves: the same files as of a save that training waits for, and nothing lost when one fails."""
 
 import errno
+import itertools
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, tiny_model, weights
+from conftest import ByteText, assert_same_weights, mostly_slow, tiny_model, weights
 from peft import LoraConfig, get_peft_model
 from rig import trainers
 from safetensors.torch import load_file
@@ -53,8 +54,13 @@ def files_of(folder: Path) -> dict:
     return found | {f"{index}/{name}": value for index, state in states.items() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_predict": False}], ids=["phases", "off"])
-@pytest.mark.parametrize("adapters", [False, True], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    "adapters, options",
+    mostly_slow(
+        [*itertools.product([False, True], [{}, {"enable_predict": False}])],
+        [(False, {}), (True, {"enable_predict": False})],
+    ),
+)
 @pytest.mark.long
 def test_a_checkpoint_holds_the_step_it_is_of_although_training_goes_on(tmp_path, monkeypatch, options, adapters):
     def model():

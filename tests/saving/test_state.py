@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import multiprocessing
 import random
 import re
@@ -421,14 +420,8 @@ def test_what_was_restored_is_told(uninterrupted, tmp_path, caplog):
     assert report["checkpoint"] == str(checkpoint) and report["step"] == 40
     assert report["changed_options"] == {} and report["warnings"] == [] and not ours(caplog, logging.WARNING)
     assert restored["phase"] == parts["leaps"]["controller"]["phase"] and restored["data"] == parts["feed"]
-    assert restored["leaps"] == len(parts["run"]["record"]["leaps"]) > 0
-    assert restored["learning_rate_scale"] == pytest.approx(math.exp(parts["rate"]["log_scale"]))
-    assert restored["planner"] == "schedule"
-    size = sum(p.numel() for p in tiny_model().parameters()) * 4
-    assert restored["direction"] == "orthogonal" and restored["memory_bytes"] == size  # one average in fp32
     (line,) = [message for message in ours(caplog, logging.INFO) if message.startswith("Resumed from")]
-    told = (f"`{checkpoint}` at step 40: phase `{restored['phase']}`", "memories of `orthogonal` (")
-    assert all(words in line for words in told), line
+    assert f"`{checkpoint}` at step 40: phase `{restored['phase']}`" in line
     assert f"data behind {parts['feed']['trained']} batches of epoch {parts['feed']['epoch']}" in line
 
 
@@ -466,7 +459,7 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
     assert trainer.lr_scheduler.base_lrs == [5e-4] * len(trainer.lr_scheduler.base_lrs)  # as the warning says
     assert trainer.args.max_grad_norm == 0.5 and report["changed_options"]["max_grad_norm"] == [1.0, 0.5]
     assert set(report["changed_options"]) == set(changed)
-    assert report["restored"]["data"] is None and report["restored"]["memory_bytes"] == 0
+    assert report["restored"]["data"] is None
 
 
 def test_a_checkpoint_that_says_less_resumes(uninterrupted, tmp_path, caplog):

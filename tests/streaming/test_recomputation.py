@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import ByteText, assert_same_weights, config_values, tiny_model, weights
+from conftest import ByteText, assert_same_weights, config_values, mostly_slow, tiny_model, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
@@ -234,7 +234,13 @@ def rotated(ours, folder, *, trainings=2, **options):
     return weights(trainer.model)
 
 
-@pytest.mark.parametrize("options", [SINGLE, MICRO, {**SINGLE, **IN_BACKWARD}, {**MICRO, **IN_BACKWARD}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    mostly_slow(
+        [SINGLE, MICRO, {**SINGLE, **IN_BACKWARD}, {**MICRO, **IN_BACKWARD}], [SINGLE, {**MICRO, **IN_BACKWARD}]
+    ),
+    ids=str,
+)
 def test_layers_that_are_trained_in_turn(options, tmp_path):
     """Over saves, after which the model is taken over anew, and in a second training."""
     options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "save_only_model": True, **options}
@@ -361,7 +367,7 @@ BF16 = {"bf16": True}
 HOOKED = [SINGLE, MICRO, LAYER, {**LAYER, **BF16}, {**MICRO, **IN_BACKWARD}, {**MICRO, **BF16}]
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["before", "in on_train_begin"])
+@pytest.mark.parametrize("early", mostly_slow([True, False], [False]), ids=["before", "in on_train_begin"])
 @pytest.mark.parametrize("options", [*HOOKED, {**SINGLE, **IN_BACKWARD, "bf16": True}], ids=named)
 def test_hooks_on_gradients_see_the_sum_and_change_it(options, early, tmp_path):
     seen = []

@@ -355,7 +355,7 @@ def test_a_plan_reads_on_the_host_what_the_device_has(ours, options, tmp_path, m
     assert seen and all(seen) is ("mask_truncated_completions" not in options)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", mostly_slow(["grpo", "bnpo", "dapo", "dr_grpo"], ["grpo", "dapo"]))
 def test_under_deepspeed_each_micro_batch_keeps_a_row(loss_type, tmp_path, monkeypatch):
     """The first backward pass of a window begins its sums of gradients. It has to compute something."""
     theirs = train(GRPOTrainer, tmp_path / "trl", 0.6, loss_type=loss_type)
@@ -400,7 +400,7 @@ OVERRIDDEN = {
 }
 
 
-@pytest.mark.parametrize(("theirs", "ours"), KINDS)
+@pytest.mark.parametrize(("theirs", "ours"), mostly_slow(KINDS, KINDS[:1]))
 @pytest.mark.parametrize("what", OVERRIDDEN)
 def test_what_a_user_makes_of_completions_and_rewards_is_trained_on(what, theirs, ours, tmp_path, monkeypatch):
     kind, options = OVERRIDDEN[what]

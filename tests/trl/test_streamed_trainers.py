@@ -1,5 +1,6 @@
 """Every trainer of TRL with streamed layers: the weights of TRL's resident run, to the last bit."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -216,8 +217,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, ["adapters", "precomputed"]))
-@pytest.mark.parametrize("walk", ["layer", "micro_batch"])
+@pytest.mark.parametrize(
+    "walk, case",
+    mostly_slow(
+        [*itertools.product(["layer", "micro_batch"], CASES)], [("layer", "adapters"), ("micro_batch", "precomputed")]
+    ),
+)
 def test_preference_pairs(case, walk, tmp_path):
     options = {name: value() if callable(value) else value for name, value in CASES[case].items()}
     theirs = trained("dpo", tmp_path / "theirs", False, gradient_accumulation_steps=2, **options)
@@ -255,8 +260,10 @@ def in_four_bits(base):
     return base
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    "kind, name",
+    mostly_slow([*itertools.product(["int8", "nf4"], ["dpo", "grpo"])], [("int8", "dpo"), ("nf4", "grpo")]),
+)
 def test_adapters_over_a_base_in_few_bits(kind, name, tmp_path, monkeypatch):
     packed, own = (in_int8, {"base_precision": "int8"}) if kind == "int8" else (in_four_bits, {})
     monkeypatch.setitem(REFERENCES, name, False)
@@ -307,7 +314,7 @@ TIED = {"gemma3_text", "gpt2", "lfm2"}
 """Embeddings and head add up their gradients in another order."""
 
 
-@pytest.mark.parametrize("kind", mostly_slow(ARCHITECTURES, ["qwen3_moe", "bamba"]))
+@pytest.mark.parametrize("kind", mostly_slow(ARCHITECTURES, ["qwen3_moe"]))
 def test_architectures(kind, tmp_path, caplog):
     """A mixture's loss reads router logits, which hooks take out of layers: its micro-batches are walked one by one."""
     runs = [

@@ -129,7 +129,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "lfm2"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "lfm2"], ["lfm2"]))
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_conversation_is_computed_from_where_it_differs(name, change, passes):
     decoding = check(model(name), config_for(name, max_new_tokens=9), CHANGES[change])
@@ -387,9 +387,7 @@ def test_turns_are_one_row(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "agent",
-    mostly_slow(
-        AGENTS, ["several calls, some of which fail", "a turn limit", "an end in the middle", "a rollout function"]
-    ),
+    mostly_slow(AGENTS, ["several calls, some of which fail", "an end in the middle", "a rollout function"]),
 )
 def test_runs_are_those_of_trl(agent, tmp_path, monkeypatch):
     ours = check_training(tmp_path, monkeypatch, make=long_policy, **AGENTS[agent])
