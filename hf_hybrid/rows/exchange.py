@@ -599,7 +599,7 @@ class Exchange(Part):
     def with_images(self, facts: ModelFacts, inputs: Mapping[str, Any], batch: Batch) -> Batch | str:
         """Return a batch of a model that sees with codes of its images, or why it cannot be read."""
         self.images = self.images or Images()
-        return self.images.coded(facts.encoder, inputs, batch)
+        return self.images.coded(facts.encoder, inputs, batch, facts.sees)
 
     def _count_images(self, batches: Sequence[Batch], trees: Sequence[Tree], apart: bool = False) -> None:
         """
