@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_hybrid.optimizers import LIBRARIES, package_of
 from hf_hybrid.rows.costs import Costs
-from hf_hybrid.rows.images import NAMES, encoder_of, sees_behind
+from hf_hybrid.rows.images import NAMES, encoder_of, numbers_in, sees_behind
 from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.recurrent import again, layers_with_state
 from hf_hybrid.rows.router_loss import OPTION, Router
@@ -301,7 +301,7 @@ class ModelFacts:
             return Plan(reason, padded=padded)
         cost = sum(map(self.costs.tree, trees))
         if images is not None and trees:
-            cost += images.count_encoded(trees)[1] * self.costs.image
+            cost += images.tokens_of(numbers_in(*trees)) * self.costs.image
         return Plan(None, tuple(trees), cost, padded)
 
     def scores_hidden(self, batch: Batch) -> bool:
