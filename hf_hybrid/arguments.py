@@ -218,6 +218,11 @@ class HybridArguments:
         False,
         "Keep the activations between layers in host memory until the backward pass; copied asynchronously on a GPU.",
     )
+    checkpoint_phases: Optional[str] = option(
+        None,
+        "Phases in which activations are checkpointed, separated by commas, for example 'full,correct'; not "
+        "of streamed layers. Default: as activation_checkpointing says.",
+    )
     chunked_loss: Literal["auto", "on", "off"] = option(
         "auto",
         "Compute the loss in chunks of tokens, so that the logits of a whole batch are never held. auto: with "

@@ -595,7 +595,8 @@ def _phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
     """Build the parts that change memory by phase, for models that are not streamed."""
     options, parts = trainer.hybrid_args, []
     automatic = of_trainer.checkpointing(trainer.args) == "auto" and trainer.train_dataset is not None
-    if options.offload_activations or automatic:
+    if options.checkpoint_phases is not None or options.offload_activations or automatic:
+        phases = (options.checkpoint_phases or "warmup,full,correct").replace(" ", "").split(",")
         from hf_hybrid.phase_memory.activations import ActivationCheckpointing
 
         layers = None
@@ -604,8 +605,8 @@ def _phase_memory_parts(trainer: BuiltTrainer) -> list[Part]:
             if leaps_are_automatic(trainer) and getattr(trainer.model, "name_or_path", ""):
                 leaps = leaps._replace(values_per_weight=None)  # a pretrained model makes none
             layers = of_trainer.fewest_recomputed_layers(trainer, leaps)
-        if layers is not None or options.offload_activations:
-            parts.append(ActivationCheckpointing(offload=options.offload_activations, layers=layers))
+        if layers is not None or options.checkpoint_phases is not None or options.offload_activations:
+            parts.append(ActivationCheckpointing(phases, offload=options.offload_activations, layers=layers))
     if options.weight_precision is not None or options.predict_states != "stay":
         autocast = {"bf16": "bf16", "fp16": "fp16"}.get(trainer.accelerator.mixed_precision)
         memory = experiment("precision").PhaseMemory

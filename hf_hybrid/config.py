@@ -246,7 +246,7 @@ _OF_TRL = {
 """The same for configs of TRL, where they exist and are no lists."""
 _TEXT_OR_BOOL = ("fsdp", "scale_rewards", "trackio_static_space_id")
 """Options that take a text or a bool, of which `HfArgumentParser` makes the text `True` or `False`."""
-_BY_PHASE = ("weight_precision", "predict_states")
+_BY_PHASE = ("checkpoint_phases", "weight_precision", "predict_states")
 _FOR_WHOLE_WEIGHTS = (*_BY_PHASE, "offload_activations", "optimizer_states", "chunked_loss")
 """Options that change weights, states or activations by means that were made for whole tensors."""
 EXACT_ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -270,11 +270,14 @@ def check_training_arguments(args: TrainingArguments, options: HybridArguments) 
     """Refuse options that cannot be combined. Only this function does so before model and data are known."""
     optim, by_phase, checkpointing = optimizer_name(args), phase_options(options), checkpointing_option()
     if by_phase and not options.enable_predict:
-        raise ValueError(f"`{by_phase[0]}` follows the phases, and `enable_predict=False` has none. Leave it out.")
+        raise ValueError(
+            f"`{by_phase[0]}` follows the phases, and `enable_predict=False` has none. Leave it out; to checkpoint "
+            "activations throughout set `activation_checkpointing=True`."
+        )
     if by_phase and options.memory == "stream":
         raise ValueError(
-            f"`{by_phase[0]}` is for weights and states on the device, and `memory=stream` keeps them on the host, "
-            "from where they travel in bf16 under `bf16=True`. Leave it out."
+            f"`{by_phase[0]}` is for weights and states on the device, and `memory=stream` keeps them on the host: "
+            "the plan says which of them are checkpointed, and they travel in bf16 under `bf16=True`. Leave it out."
         )
     if options.weight_precision is not None:
         experiment("precision").parse_precision(options.weight_precision)

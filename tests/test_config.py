@@ -234,7 +234,7 @@ def test_values_that_cannot_work_are_refused(tmp_path, option, value, message):
     "options, message",
     [
         ({"weight_precision": "bf16", "memory": "stream"}, "`weight_precision`"),
-        ({"predict_states": "host", "enable_predict": False}, "`predict_states`"),
+        ({"checkpoint_phases": "full", "enable_predict": False}, "`checkpoint_phases`"),
         ({"optimizer_states": "8bit", "optim": "sgd"}, "`optimizer_states=8bit`"),
         ({"optimizer_states": "8bit", "optim": "muon"}, "`optimizer_states=8bit` is an AdamW .*`optim=muon`"),
         (
@@ -356,6 +356,7 @@ def test_fsdp2_is_taken_and_version_1_is_refused(monkeypatch, accelerator):
 @pytest.mark.parametrize(
     "option, value",
     [
+        ("checkpoint_phases", "full"),
         ("weight_precision", "predict=bf16"),
         ("predict_states", "host"),
         ("offload_activations", True),

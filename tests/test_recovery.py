@@ -222,6 +222,14 @@ def test_nothing_is_recomputed_where_the_user_wrote_that(tmp_path):
     assert [event["action"] for event in events(trainer)] == ["split micro-batches"] * 2
 
 
+def test_checkpointing_by_phase_is_widened(tmp_path):
+    model = needs_checkpointing()
+    trainer = build(tmp_path, 1, 2, model=model, checkpoint_phases="full", max_steps=6)
+    trainer.train()
+    assert [(e["action"], e["phase"]) for e in events(trainer)] == [("activation checkpointing", "warmup")]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
 @pytest.mark.parametrize(
     "predict, phases",
     mostly_slow([(False, None), (True, {"full"}), (True, {"correct"})], [(False, None), (True, {"full"})]),

@@ -1,15 +1,17 @@
 """
-Activation checkpointing of some layers, with the inputs of checkpointed layers on the host.
+Activation checkpointing by phase, with the inputs of checkpointed layers on the host.
 
 A forward pass saves every intermediate tensor that some derivative reads: for a decoder layer some 30 times the size of
 its input. *Checkpointing* (Chen et al., 2016, arXiv 1604.06174) saves the input alone and computes the layer a second
 time when the backward pass reaches it, for about a third more computation. transformers does it well, so the package
-adds two things:
+adds three things:
 
 - **No more than needed.** A layer that need not be recomputed saves its share of the third. The plan (plan/) says how
   many layers must be, and [`ActivationCheckpointing`] checkpoints the first layers, as many as that. When they are
   recomputed, the activations of all others are freed already. So the peak is at the loss, where each checkpointed layer
   holds only its input. If memory runs out nevertheless, it checkpoints more.
+- **By phase.** Predict has no backward pass, and a run may have memory to spare in some phases.
+  [`ActivationCheckpointing`] switches transformers' checkpointing as the phases change.
 - **Inputs on the host.** What checkpointing still saves is one input per layer, which for long sequences is most of
   what is left. They are needed in reverse order at times that are known, so each can leave while the next layer
   computes and come back while the layer above is differentiated ([`BoundaryOffload`]). The input saved last is needed
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hybrid.compat import switch_checkpointing_on
-from hf_hybrid.part import Part
+from hf_hybrid.part import Part, Phase
 from hf_hybrid.run.run import Run
 from hf_hybrid.streaming.layers import decoder_layers
 from hf_hybrid.streaming.transfers import HostBuffers, Transfers
@@ -46,29 +48,45 @@ _SETTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 class ActivationCheckpointing(Part):
     """
-    Checkpoints the activations of layers by transformers' own means.
+    Checkpoints the activations of layers in the given phases, and in no others, by transformers' own means.
 
     During a run this part decides, also where `TrainingArguments.activation_checkpointing` is set; after it the model
     has its earlier setting again.
 
     Args:
+        phases (`Iterable[str]`, *optional*): Phases with checkpointing; not Predict, which has no backward pass.
         offload (`bool`, *optional*): Also keep the inputs of the layers on the host, see [`BoundaryOffload`].
         min_bytes (`int`, *optional*): Smallest layer input that is worth the way to the host.
         layers (`int`, *optional*): How many layers are checkpointed, from the first on, and more after an out-of-memory
             error; all of them where transformers cannot checkpoint some without the others. `None`: all in any case.
 
     Raises:
-        ValueError: When a run begins, if transformers cannot checkpoint the model.
+        ValueError: If `phases` names anything else; when a run begins, if transformers cannot checkpoint the model.
     """
 
     name = "activation_checkpointing"
 
-    def __init__(self, offload: bool = False, min_bytes: int = 1 << 20, layers: int | None = None):
+    def __init__(
+        self,
+        phases: Iterable[str] = ("warmup", "full", "correct"),
+        offload: bool = False,
+        min_bytes: int = 1 << 20,
+        layers: int | None = None,
+    ):
+        real = [phase.value for phase in Phase if phase is not Phase.PREDICT]
+        phases = (phases,) if isinstance(phases, str) else tuple(phases)
+        if wrong := [phase for phase in phases if phase not in real]:
+            raise ValueError(
+                f"`{wrong[0]}` is no phase of `checkpoint_phases`. Choose from {', '.join(real)}; Predict has no "
+                "backward pass."
+            )
+        self.phases = frozenset(Phase(phase) for phase in phases)
         self.offload, self.min_bytes, self.layers = offload, min_bytes, layers
         self._of: list[nn.Module] = []  # the layers that can be checkpointed one without the other
         self._before: dict[nn.Module, dict[str, Any]] = {}  # settings of all modules that have the switch
         self._differentiable_inputs: list[PreTrainedModel] = []
         self._boundaries: BoundaryOffload | None = None
+        self._on = False
 
     def begin(self, run: Run) -> None:
         wrapped: Any = run.model
@@ -88,17 +106,29 @@ class ActivationCheckpointing(Part):
                 self._differentiable_inputs.append(model)
         layers = decoder_layers(wrapped)
         self._of = layers if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers) else []
-        self._switch_on()
+        self._switch(True)
         if self.layers is not None:
             logger.info("Activation checkpointing: %s.", self._in_words())
         if self._boundaries is not None:
             self._boundaries.__enter__()
+        self._follow(Phase.WARMUP)
 
-    def _switch_on(self) -> None:
+    def on_phase_change(self, old: Phase, new: Phase) -> None:
+        self._follow(new)
+
+    def before_forward(self, phase: Phase | None) -> None:
+        self._follow(phase)  # a run without warmup, or a resumed one, begins in a phase that nothing announced
+
+    def _follow(self, phase: Phase | None) -> None:
+        if phase is not None and (phase in self.phases) is not self._on:  # a run without phases stays as it began
+            self._switch(not self._on)
+
+    def _switch(self, on: bool) -> None:
         # The public switch adds hooks to the embeddings at each call and never removes them.
         left_out = set() if self.layers is None else set(self._of[self.layers :] if self.layers else self._before)
         for module in self._before:
-            vars(module)["gradient_checkpointing"] = module not in left_out
+            vars(module)["gradient_checkpointing"] = on and module not in left_out
+        self._on = on
 
     def _in_words(self) -> str:
         if self.layers and not self._of:
@@ -110,7 +140,7 @@ class ActivationCheckpointing(Part):
         if self.layers is None or self.layers >= most:
             return None
         self.layers = min(max(2 * self.layers, -(-most // 4)), most)
-        self._switch_on()
+        self._switch(self._on)
         return self._in_words()
 
     def summary(self) -> dict[str, Any]:
@@ -123,7 +153,7 @@ class ActivationCheckpointing(Part):
         """Checkpoint no fewer layers than what fitted before."""
         if self.layers is not None and state["layers"] > self.layers:
             self.layers = state["layers"]
-            self._switch_on()
+            self._switch(self._on)
 
     def end(self) -> None:
         if self._boundaries is not None:

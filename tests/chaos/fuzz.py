@@ -51,6 +51,7 @@ ODD = [
 """Values for any option, most of them of a wrong type."""
 USUAL = {int: [0, 1, 2, 3, 8], float: [0.0, 1e-4, 0.1, 0.5, 1.0, 2.0], bool: [True, False]}
 TEXTS = {
+    "checkpoint_phases": ["full", "full,correct", "predict", "full,", ",", "FULL", "warmup,full,correct"],
     "weight_precision": "auto bf16 fp32 predict=int8 predict=int8_bitsandbytes full=bf16,predict=int8 int8 full=full "
     "= a=".split(),
     "optim": ["adamw_torch", "sgd", "adafactor", "rmsprop", "muon", "adamw", "adagrad", "adamw_hf", "lomo", "rprop"],

@@ -550,7 +550,7 @@ def test_fp16_keeps_the_monitor_and_the_rule_of_adapters(tmp_path):
 
 def test_fp16_is_refused_if_leaps_are_asked_for(tmp_path):
     own = {"direction": lambda context: None}
-    for options, given in (({}, own), ({"predict_states": "host"}, {})):
+    for options, given in (({}, own), ({"checkpoint_phases": "full"}, {})):
         args = hybrid_config(tmp_path, fp16=True, direction="auto", **options)
         with pytest.raises(ValueError, match="`fp16=True` cannot be combined with leaps"):
             HybridTrainer(tiny_model(), args, train_dataset=ByteText(60), **given)

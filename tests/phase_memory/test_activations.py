@@ -1,4 +1,4 @@
-"""Checkpointing: what is saved for backward, measured, and that nothing else changes."""
+"""Checkpointing that follows the phase: what is saved for backward, measured, and that nothing else changes."""
 
 import weakref
 from contextlib import nullcontext
@@ -192,7 +192,7 @@ def test_every_real_phase_of_a_run_saves_nine_tenths_predict_saves_nothing_and_r
     """Counted: everything that the whole forward pass made and backward needs, head and loss included."""
     monkeypatch.setattr(activations, "BoundaryOffload", Counted)
     plain, checkpointed, offloaded = (
-        run(tmp_path, Watch(), *plugins, trainer_class=MeasuredTrainer, max_steps=12)
+        run(tmp_path, Watch(), *plugins, trainer_class=MeasuredTrainer, max_steps=16)
         for plugins in ([], [ActivationCheckpointing()], [ActivationCheckpointing(offload=True, min_bytes=0)])
     )
     for trainer in (checkpointed, offloaded):
@@ -213,6 +213,29 @@ def test_every_real_phase_of_a_run_saves_nine_tenths_predict_saves_nothing_and_r
 
 
 # When it is on.
+
+
+def test_it_is_on_in_the_phases_named_and_off_in_the_others(tmp_path):
+    model = deep_model(num_hidden_layers=2)
+    seen = {}
+
+    class Look(Part):
+        def before_forward(self, phase):
+            seen.setdefault(phase, set()).update(switched_on(model))
+
+    run(tmp_path, ActivationCheckpointing(phases=(Phase.FULL, "correct")), Look(), model=model)
+    assert seen == {Phase.WARMUP: {False}, Phase.FULL: {True}, Phase.CORRECT: {True}}
+    assert not any(switched_on(model))
+    plugin = started(ActivationCheckpointing(), model)
+    assert all(switched_on(model))
+    plugin.on_phase_change(Phase.FULL, Phase.PREDICT)
+    assert not any(switched_on(model))
+    plugin.on_phase_change(Phase.PREDICT, Phase.CORRECT)
+    assert all(switched_on(model))
+    plugin = started(ActivationCheckpointing(phases="full"), model)
+    assert not any(switched_on(model))
+    plugin.before_forward(Phase.FULL)  # where a run without warmup, or a resumed one, begins
+    assert all(switched_on(model))
 
 
 def test_what_the_user_set_comes_back(tmp_path):
@@ -243,11 +266,14 @@ def test_a_run_that_failed_leaves_nothing_for_the_next_one(tmp_path):
     assert not any("_gradient_checkpointing_func" in vars(layer) for layer in model.model.layers)
 
 
-def test_it_adds_no_hooks_and_frozen_lower_layers_get_no_backward_pass():
+def test_switching_adds_no_hooks_and_frozen_lower_layers_get_no_backward_pass():
     model = deep_model()
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[:4].requires_grad_(False)
     plugin = started(ActivationCheckpointing(offload=True, min_bytes=0), model)
+    for _ in range(3):
+        plugin.on_phase_change(Phase.FULL, Phase.PREDICT)
+        plugin.on_phase_change(Phase.PREDICT, Phase.CORRECT)
     assert not model.model.embed_tokens._forward_hooks
     recomputed = []
     for layer in model.model.layers:
@@ -404,6 +430,10 @@ def test_copies_are_waited_for_however_late_they_are(monkeypatch):
 
 
 def test_errors_say_what_to_do(monkeypatch):
+    with pytest.raises(ValueError, match="`predict` is no phase of `checkpoint_phases`.*Predict has no backward pass"):
+        ActivationCheckpointing(phases=["full", "predict"])
+    with pytest.raises(ValueError, match="`fully` is no phase of `checkpoint_phases`"):
+        ActivationCheckpointing(phases="fully")
     with pytest.raises(ValueError, match="`Linear` does not support activation checkpointing. Remove"):
         started(ActivationCheckpointing(), nn.Linear(2, 2))
     sizes = {"embedding_size": 4, "hidden_sizes": [4], "depths": [1]}
@@ -420,6 +450,28 @@ def test_errors_say_what_to_do(monkeypatch):
 
 
 # Of the options.
+
+
+def test_wrong_checkpoint_phase(tmp_path, train_set):
+    with pytest.raises(ValueError, match="`predict`"):
+        config = hybrid_config(tmp_path, checkpoint_phases="full,predict")
+        HybridTrainer(tiny_model(), config, train_dataset=train_set)
+
+
+class WatchCheckpointing(Part):
+    def __init__(self, model):
+        self.model, self.seen = model, {}
+
+    def before_forward(self, phase):
+        self.seen.setdefault(phase, set()).add(self.model.model.layers[0].gradient_checkpointing)
+
+
+def test_checkpointing_follows_the_phase(tmp_path, train_set):
+    model = tiny_model()
+    watch = WatchCheckpointing(model)
+    config = hybrid_config(tmp_path, max_steps=16, checkpoint_phases="full")
+    HybridTrainer(model, config, train_dataset=train_set, parts=[watch]).train()
+    assert watch.seen == {Phase.WARMUP: {False}, Phase.FULL: {True}, Phase.CORRECT: {False}}
 
 
 def test_activations_are_offloaded_without_leaps_too(tmp_path, train_set, monkeypatch):

@@ -128,6 +128,7 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     "options",
     [
+        {"checkpoint_phases": "full, correct"},
         {"offload_activations": True},
         {"predict_states": "host"},
         {"weight_precision": "fp32"},

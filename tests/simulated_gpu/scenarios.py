@@ -570,7 +570,7 @@ training("fast_streamed", **STREAM, preset="fast", expect=ORTHOGONALISED)
 # Memory by phase, of a model that stays on the device.
 
 training("plain")
-training("checkpointed", **LEAPS, **ALONG_GRADIENTS, activation_checkpointing=True)
+training("checkpointed", **LEAPS, **ALONG_GRADIENTS, checkpoint_phases="full,correct")
 training("states_on_host", **LEAPS, **ALONG_GRADIENTS, predict_states="host")
 training("states_eight_bit", **LEAPS | {"max_steps": 7}, **ALONG_GRADIENTS, predict_states="8bit",
          expect=ROUNDED_STATES | {"tolerance": 1e-3})  # fmt: skip
