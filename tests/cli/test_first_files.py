@@ -197,7 +197,7 @@ def test_a_file_is_read_right_or_refused_with_advice_that_works(tmp_path, comman
 FILES = {(of, name): files[name] for of, files in (("sft", SFT), ("dpo", DPO), ("grpo", GRPO)) for name in files}
 NO_PAIRS = ("an odd text.jsonl", "two chats.jsonl", "odd.jsonl")
 """Files of which nothing says whose they are, where pairs are asked for."""
-QUICK = [("sft", "one object.json"), ("sft", "judged.jsonl"), ("sft", "tokens.jsonl"), ("dpo", "hh.jsonl")]
+QUICK = [("sft", "one object.json"), ("dpo", "hh.jsonl")]
 
 
 @pytest.mark.parametrize("of, name", mostly_slow(list(FILES), QUICK))

@@ -87,7 +87,8 @@ def test_another_model_gives_what_trl_takes_of_it(folder):
 
 @pytest.mark.parametrize("command, data, more", [
     ("train", "chats", ["--sequence_length", "32"]), ("sft", "chats", []), ("dpo", "pairs", []),
-    ("kto", "labelled", []), ("reward", "pairs", []),
+    pytest.param("kto", "labelled", [], marks=pytest.mark.slow),
+    pytest.param("reward", "pairs", [], marks=pytest.mark.slow),
     ("grpo", "questions", ["--reward", "exact_match", "--num_generations", "2", "--max_completion_length", "4"]),
 ])  # fmt: skip
 def test_every_command_takes_a_template_and_new_tokens(run, folder, command, data, more):
@@ -174,7 +175,7 @@ def trained(kind, config, folder, model, **options):
 
 
 @pytest.mark.parametrize("model", ["base", "tied"])
-@pytest.mark.parametrize("options", [{}, {"memory": "stream"}], ids=str)
+@pytest.mark.parametrize("options", mostly_slow([{}, {"memory": "stream"}], [{}]), ids=str)
 def test_new_tokens_learn_as_in_plain_trl(folder, model, options):
     losses, rows = trained(trl.SFTTrainer, trl.SFTConfig, folder, model)
     ours, own = trained(HybridSFTTrainer, HybridSFTConfig, folder, model, auto_lr="off", **options)

@@ -46,6 +46,7 @@ def test_python_m_runs_the_same():
     assert done.stdout.startswith("hf_hybrid ")
 
 
+@pytest.mark.slow
 def test_models_that_take_images_get_options_and_no_commands(plan, tmp_path):
     vision.vision_model("qwen2_vl")[0].config.save_pretrained(tmp_path)
     asked = (tmp_path, "--vram", "2GiB", "--ram", "4GiB", "--sequence_length", "64", "--peft", "none")
@@ -100,10 +101,8 @@ BEST = {
 """By model, with 64 GiB of host memory: device memory in GiB, and how the best full, LoRA and QLoRA training fits."""
 
 
-@pytest.mark.parametrize(
-    "name, vram", mostly_slow([(name, vram) for name in BEST for vram in BEST[name][0]], [("Qwen3-30B-A3B", "24")])
-)
-@pytest.mark.long
+@pytest.mark.parametrize("name, vram", [(name, vram) for name in BEST for vram in BEST[name][0]])
+@pytest.mark.slow
 def test_the_best_of_each_kind_that_fits_is_recommended(name, vram, tmp_path, plan):
     by_memory, config = BEST[name]
     config().to_json_file(tmp_path / "config.json")

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import ByteText, tiny_model
+from conftest import ByteText, mostly_slow, tiny_model
 from rig.byte_llama import END, byte_tokenizer, llama_config
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -116,7 +116,10 @@ BY_SCRIPT = {
 }
 
 
-@pytest.mark.parametrize("before", BY_COMMAND)
+QUICK = ("killed before its first save", "stopped by Ctrl-C", "ended", "other data", "another model", "of a script")
+
+
+@pytest.mark.parametrize("before", mostly_slow(BY_COMMAND, QUICK))
 def test_the_same_command_goes_on_and_another_is_refused(folder, command, before):
     how, again, begins = BY_COMMAND[before]
     if how is script:
@@ -147,7 +150,10 @@ def test_the_same_command_goes_on_and_another_is_refused(folder, command, before
     assert results["train_loss"] > 1, "also of a run that had ended: what it reported stays"
 
 
-@pytest.mark.parametrize("before", BY_SCRIPT)
+QUICK_SCRIPTS = ("killed after a save", "stopped by Ctrl-C, and to go on", "ended", "of plain Trainer", "of a command")
+
+
+@pytest.mark.parametrize("before", mostly_slow(BY_SCRIPT, QUICK_SCRIPTS))
 def test_a_script_that_is_started_again_trains(folder, caplog, command, before):
     how, again, begins = BY_SCRIPT[before]
     command() if how == "command" else script(plain=True) if how == "plain" else script(ends=how)

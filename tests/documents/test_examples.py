@@ -55,6 +55,7 @@ def test_an_example_says_nothing_of_what_its_dependencies_lack(name):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_compare(start, tmp_path):
     arms = ("trainer", "hybrid", "frozen", "muon")
     out, status = start("02_compare_with_trainer", "--max_steps", 12, "--learning_rates", 3e-3)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "07_from_scratch.py"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_short_run_on_a_text_file_prints_its_table(tmp_path, monkeypatch, capfd):
     """In this process, as importing everything anew takes longer than the run."""
     text = tmp_path / "text.txt"

@@ -96,7 +96,12 @@ def test_small_buffers_are_powers_of_two_and_large_ones_whole_pages():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bf16": True}, {"optimizer_states": "8bit"}, {"offload_activations": True, "gradient_accumulation_steps": 2}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"bf16": True},
+        pytest.param({"optimizer_states": "8bit"}, marks=pytest.mark.slow),
+        {"offload_activations": True, "gradient_accumulation_steps": 2},
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @pytest.mark.long
@@ -192,11 +197,11 @@ def test_the_context_is_counted_once(tmp_path, monkeypatch):
         {"prefetch_layers": 0},
         {"resident_layers": 2},
         {"stream_embeddings": True, "tied": True},
-        {"stream_embeddings": True, "gradient_accumulation_steps": 3},
         {"stream_embeddings": True, "gradient_accumulation_steps": 3, "accumulation_walk": "micro_batch"},
-        {"bf16": True},
         {"bf16": True, "stream_embeddings": True},
-        {"bf16": True, "gradient_accumulation_steps": 3},
+        pytest.param({"stream_embeddings": True, "gradient_accumulation_steps": 3}, marks=pytest.mark.slow),
+        pytest.param({"bf16": True}, marks=pytest.mark.slow),
+        pytest.param({"bf16": True, "gradient_accumulation_steps": 3}, marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -77,7 +77,7 @@ def tracer(config, all_layers: bool = False, adapters: bool = False) -> Tracer:
         pytest.param("llama", {"chunked_loss": True, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         ("llama", {"adapters": True, "activation_checkpointing": True}),
         pytest.param("gpt2", {"activation_checkpointing": True}, marks=pytest.mark.slow),
-        ("gemma3", {}),
+        pytest.param("gemma3", {}, marks=pytest.mark.slow),
         ("deepseek", {"activation_checkpointing": True, "autocast": False}),
     ],
 )
@@ -211,9 +211,9 @@ def ask_both(model, vram, tmp_path, **asked):
         (1.0, {}),
         (0.999, {"enable_predict": True}),
         (0.7, {"gradient_accumulation_steps": 3}),
-        (0.5, {}),
+        pytest.param(0.5, {}, marks=pytest.mark.slow),
         (0.3, {}),
-        (1.0, {"qat": "bitnet"}),
+        pytest.param(1.0, {"qat": "bitnet"}, marks=pytest.mark.slow),
         (0.7, {"qat": "bitnet"}),
     ],
 )

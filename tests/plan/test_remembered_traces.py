@@ -4,7 +4,7 @@ import copy
 import types
 
 import pytest
-from conftest import tiny_model
+from conftest import mostly_slow, tiny_model
 from peft import LoraConfig, get_peft_model
 from rig import traces
 
@@ -53,7 +53,7 @@ def test_equal_steps_are_traced_once(traced):
     assert ask(tiny_model()) == ask(tiny_model(seed=1)) and len(steps) == 1
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", mostly_slow(OTHERS, ["tokens", "accumulated", "recomputed", "chunked", "width"]))
 @pytest.mark.long
 def test_other_steps_are_traced(traced, name):
     ask, steps, forget = traced

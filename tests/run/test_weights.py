@@ -23,11 +23,11 @@ from hf_hybrid.run.weights import SAMPLE, Shards, Whole, shards_of
 from hf_hybrid.saving.manifest import last_checkpoint
 
 TESTS = Path(__file__).parents[1]
-RUNS = ("base", "lora", "bf16", "looked", "unseen", "adamw_whole", "rescued_lora")
+RUNS = ("base", "lora", "looked", "unseen", "adamw_whole")
 SLOW_RUNS = (
-    "accumulated", "muon", "memory", "rescued", "offloaded", "muon_lora", "experts", "muon_experts", "world_model",
-    "iterable", "plain_muon", "plain_base", "plain_accumulated", "plain_offloaded", "plain_memory", "plain_lora",
-    "plain_bf16",
+    "accumulated", "bf16", "rescued_lora", "muon", "memory", "rescued", "offloaded", "muon_lora", "experts",
+    "muon_experts", "world_model", "iterable", "plain_muon", "plain_base", "plain_accumulated", "plain_offloaded",
+    "plain_memory", "plain_lora", "plain_bf16",
 )  # fmt: skip
 DEATH = launched_fsdp2.DEATHS[-1]
 
@@ -165,7 +165,7 @@ def test_a_launcher_says_how_to_shard(tmp_path, alone):
 def test_the_runs_had_something_to_decide(two):
     base, looked, unseen = (two.decisions(name) for name in ("base", "looked", "unseen"))
     assert all(base["steps_by_phase"].values()) and base["forward_only_passes"] > 0
-    assert all(two.decisions(name)["leaps_made"] >= 2 for name in ("base", "lora", "bf16"))
+    assert all(two.decisions(name)["leaps_made"] >= 2 for name in ("base", "lora"))
     assert looked["leaps_by_verdict"]["rejected"] >= 1 and unseen["leaps_by_verdict"]["rolled_back"] >= 1
     assert looked["skipped_batches"] == 1
 
@@ -173,13 +173,14 @@ def test_the_runs_had_something_to_decide(two):
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_slow_runs_had_something_to_decide(slow_two):
-    assert slow_two.decisions("memory")["leaps_made"] >= 2
+    assert all(slow_two.decisions(name)["leaps_made"] >= 2 for name in ("memory", "bf16"))
     assert slow_two.decisions("rescued")["learning_rate_scale"] > 1.5
 
 
 @pytest.mark.processes
-def test_adapters_spread_over_processes_have_the_rate_of_their_shape(two):
-    assert two.decisions("rescued_lora")["learning_rate_scale"] == pytest.approx(MAX_ADAPTER_RATE / 5e-5)
+@pytest.mark.slow
+def test_adapters_spread_over_processes_have_the_rate_of_their_shape(slow_two):
+    assert slow_two.decisions("rescued_lora")["learning_rate_scale"] == pytest.approx(MAX_ADAPTER_RATE / 5e-5)
 
 
 @pytest.mark.processes

@@ -116,7 +116,7 @@ def batch_of(name, processor):
 
 IN_TREES = [name for name in vision.KINDS if name not in ("qwen3_5", "paligemma")]
 QUICK_WAYS = {
-    *((name, "sampled") for name in ("qwen2_vl", "qwen3_vl", "qwen3_5", "idefics3", "llava_next", "gemma3")),
+    *((name, "sampled") for name in ("qwen2_vl", "qwen3_5", "idefics3", "gemma3")),
     ("paligemma", "sampled"), ("qwen2_5_vl", "greedy"), ("smolvlm", "repetitions"), ("llava", "top p"),
 }  # fmt: skip
 
@@ -194,7 +194,7 @@ OF_ROWS = [
 ]
 QUICK = [
     *((name, "grpo", "one step") for name in ("qwen2_vl", "idefics3", "gemma3")),
-    ("smolvlm", "grpo", "several steps"), ("qwen3_vl", "rloo", "one step"), ("llava", "grpo", "means of tokens"),
+    ("smolvlm", "grpo", "several steps"), ("qwen3_vl", "rloo", "one step"),
 ]  # fmt: skip
 
 
