@@ -35,7 +35,7 @@ import shutil
 import stat
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -63,14 +63,14 @@ _LOADED = re.compile(
     r"|hybrid_state[^/]*|(pytorch_model_fsdp[^/]*|optimizer_\d+|global_step\d+)(/.+)?"
 )
 """Paths in a checkpoint from which transformers, accelerate, peft, DeepSpeed or this package (in any version) loads."""
+_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?")
+"""Files of weights, which a user may save again in other files, for example as shards."""
 _OF_RUN = re.compile(
     r"checkpoint-\d+|hybrid_(log|config|summary)\.jsonl?|_hybrid_(data|command)\.json|trainer_state\.json"
     r"|(all|train|eval)_results\.json|profile|completions"
 )
 """What a run leaves in its folder beside the model: its checkpoints, and what it notes on itself."""
-_OF_MODEL = re.compile(
-    r"(model|pytorch_model|adapter_model)[-.].*(safetensors|bin)(\.index\.json)?|training_args\.bin|adapter_config\.json"
-)
+_OF_MODEL = re.compile(rf"{_WEIGHTS.pattern}|training_args\.bin|adapter_config\.json")
 
 
 class CheckpointError(ValueError):
@@ -348,8 +348,18 @@ def _unlisted(folder: Path, files: dict[str, dict]) -> list[str]:
     return [name for name in names if name not in listed and _LOADED.fullmatch(name)]
 
 
-def check(folder: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint. Raise [`CheckpointError`] with the reason, if no run can resume from it."""
+def weights_saved_again(folder: Path, manifest: Manifest) -> list[Path]:
+    """Return the files of weights in a checkpoint, if the weights in its manifest were saved again in other files."""
+    saved = set(filter(_WEIGHTS.fullmatch, manifest.files))
+    present = [path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)]
+    return present if saved and saved.isdisjoint(path.name for path in present) else []
+
+
+def check(folder: Path, *, named: bool = False) -> Manifest | None:
+    """
+    Return the manifest of a checkpoint. Raise [`CheckpointError`] with the reason, if no run can resume from it. In one
+    that the user named, weights that were saved again in other files are taken as they are.
+    """
     if reason := no_access(folder) or next(filter(None, map(no_access, sorted(folder.rglob("*")))), None):
         raise CheckpointError(reason)
     manifest = read_manifest(folder)
@@ -359,6 +369,9 @@ def check(folder: Path) -> Manifest | None:
         raise CheckpointError(f"`{MANIFEST_NAME}` says that it is of step {manifest.step}")
     else:
         try:
+            if named and (weights := weights_saved_again(folder, manifest)):
+                others = {name: known for name, known in manifest.files.items() if not _WEIGHTS.fullmatch(name)}
+                manifest = replace(manifest, files=others | sizes_and_checksums(folder, weights))
             wrong = damages(folder, manifest)
         except OSError as error:
             raise CheckpointError(f"not all of its files can be read ({error})") from None

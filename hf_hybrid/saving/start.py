@@ -39,6 +39,7 @@ from hf_hybrid.saving.manifest import (
     read_manifest,
     step_of,
     temporary,
+    weights_saved_again,
 )
 
 
@@ -91,6 +92,8 @@ def find(resume: str | os.PathLike | bool | None, output_dir: str | Path) -> Sta
                 f"`{DELETABLE}` is gone from `{folder}`, so that this run is not compared with the saved one, and the "
                 "order of the data is the one that `Trainer` finds. Weights, optimizer and schedule are whole."
             )
+        if weights_saved_again(folder, manifest):
+            start.warnings.append(f"The weights of `{folder}` were saved again in other files. They are not checked.")
     _check_trainer_state(folder)
     start.warnings += _not_saved(folder)
     return start
@@ -139,7 +142,7 @@ def _named(folder: Path) -> Path:
     if not os.path.isdir(folder) and not no_access(folder):
         raise CheckpointError(f"Can't find a valid checkpoint at `{folder}`: there is no such folder.")
     try:
-        check(folder)
+        check(folder, named=True)
     except CheckpointError as error:
         raise CheckpointError(
             f"Can't find a valid checkpoint at `{folder}`: {error}. Name another one, or set "

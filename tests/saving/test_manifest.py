@@ -350,6 +350,19 @@ def test_what_another_trainer_adds_becomes_part_of_the_checkpoint(tmp_path):
     assert "added.json" in known.files and not manifest.damages(tmp_path / "checkpoint-6", known)
 
 
+def test_weights_that_the_user_saved_anew_are_taken_from_a_checkpoint_that_is_named(folder):
+    """As shards, for example. They are not what was checked, and a warning says so."""
+    checkpoint = folder / "checkpoint-6"
+    model = type(tiny_model()).from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    model.save_pretrained(checkpoint, max_shard_size="20KB")
+    assert "`model.safetensors` is missing" in found(folder, True)[1]
+    assert "were saved again in other files. They are not checked." in found(folder, checkpoint)[1]
+    restore = build(folder, max_steps=6)
+    restore.train(resume_from_checkpoint=str(checkpoint))
+    assert_same_weights(weights(restore.model), weights(model))
+
+
 # Files that no manifest lists.
 
 LOADED = (
