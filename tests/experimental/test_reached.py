@@ -16,7 +16,6 @@ OPTIONS = {
     "int8": ({"weight_precision": "predict=int8", "probe_budget": 1.0}, "phase_memory"),
     "bf16": ({"weight_precision": "full=bf16", "bf16": True}, "phase_memory"),
     "host": ({"predict_states": "host"}, "phase_memory"),
-    "8bit": ({"predict_states": "8bit"}, "phase_memory"),
 }
 
 
@@ -45,8 +44,6 @@ def unloaded(monkeypatch):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_adds_its_part_and_resumes_to_the_last_bit(option, tmp_path):
     options, part = OPTIONS[option]
-    if option == "8bit":
-        pytest.importorskip("bitsandbytes")
     whole, seen = train(tmp_path, **options)
     assert seen.modules[part].startswith("hf_hybrid.experimental.")
     assert whole.hybrid_summary()["predicted_steps"] > 0 and losses(whole)[-1] < losses(whole)[0]
