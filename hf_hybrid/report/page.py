@@ -32,11 +32,11 @@ MOST_ROWS = 300
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def write_report(folder: str | Path, output: str | Path | None = None, *, refresh: int | None = None) -> list[Path]:
+def write_report(folder: str | Path, output: str | Path | None = None) -> list[Path]:
     """
     Write a report on the `output_dir` of a run, which may have been killed or still be going on: `report.html`,
     `report.json`, and a PNG for each plot, in `output`, by default `report` in `folder`. Returns the files, the page
-    first. While the run is not finished, a browser loads the page anew after `refresh` seconds.
+    first.
 
     Without matplotlib everything but the plots is written, and the page says how to get them.
 
@@ -50,12 +50,11 @@ def write_report(folder: str | Path, output: str | Path | None = None, *, refres
     if not plots_available():
         logger.warning(INSTALL_HINT)
     files = [output / "report.html", output / "report.json", *(output / f"{plot.name}.png" for plot in plots)]
-    again = "" if refresh is None or run.finished else f'<meta http-equiv="refresh" content="{int(refresh)}">\n'
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # Browsers request an icon unless one is named.
         f'<link rel="icon" href="data:,">\n<title>{escape(values["name"])}: run report</title>\n'
         f"<style>\n{style}</style>\n</head>\n<body>\n"

@@ -77,18 +77,10 @@ class Run:
         return [(step, value) for step, value in values if value is not None]
 
 
-class NothingYetError(ValueError):
-    """A folder holds nothing that a report could show. A run that has just begun may bring it."""
-
-    def __init__(self, message: str, folder: Path):
-        super().__init__(message)
-        self.folder = folder
-
-
 def load_run(folder: str | Path) -> Run:
     """
     Read the output folder of a `HybridTrainer` or `Trainer`, or one of its checkpoints. Raises `ValueError` if there is
-    none, and [`NothingYetError`] if it holds nothing yet that a report could show.
+    none, or it holds nothing that a report could show.
     """
     folder, notes = Path(folder), list[str]()
     if not folder.is_dir():
@@ -167,7 +159,7 @@ def verdicts_of(run: Run) -> Counter[str]:
 def _nothing_to_report(folder: Path, started: bool, notes: list[str]) -> ValueError:
     if started:
         message = f"`{folder}` holds a run that has logged and saved nothing, so there is nothing to report on. "
-        return NothingYetError(" ".join([message + "A lower `logging_steps` logs earlier.", *notes]), folder)
+        return ValueError(" ".join([message + "A lower `logging_steps` logs earlier.", *notes]))
     trials = sorted(
         path.parent.name for path in folder.glob(f"*/{LOG_NAME}") if not re.match(CHECKPOINT, path.parent.name)
     )
@@ -180,7 +172,7 @@ def _nothing_to_report(folder: Path, started: bool, notes: list[str]) -> ValueEr
         f"`{folder}` holds nothing to report on: no readable `hybrid_log.jsonl`, `hybrid_summary.json`, "
         "`checkpoint-*/trainer_state.json` or `profile/steps.jsonl`. Pass the `output_dir` of a run."
     )
-    return NothingYetError(" ".join([message, *notes]), folder)
+    return ValueError(" ".join([message, *notes]))
 
 
 def _farthest_checkpoint(folder: Path, notes: list[str]) -> tuple[str, dict]:
