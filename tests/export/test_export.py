@@ -334,9 +334,9 @@ def test_the_command_measures_on_what_the_run_held_out(tmp_path, capsys):
     assert f"eval loss  {evaluated:.4f}"[:18] in " ".join(captured.out.split()).replace("loss ", "loss  ")
     assert re.search(r"Writing int8 .*Written: \S*out-int8\nMeasuring the loss of ", captured.err, re.S)
     # A checkpoint finds the note beside it, and other texts take its place.
-    own = ["--eval-dataset", str(tmp_path / "text.txt"), "--eval_sequences", "3", "--json"]
+    own = ["--eval-dataset", str(tmp_path / "text.txt"), "--eval_sequences", "3"]
     assert main(["export", str(out / "checkpoint-3"), "--format", "int8", *own]) == 0
-    assert json.loads(capsys.readouterr().out)["sequences"] == 3
+    assert json.loads((out / "checkpoint-3-int8" / "export.json").read_text())["sequences"] == 3
     # Nothing is written over, and the same command says so.
     before = (tmp_path / "out-int8" / "export.json").read_bytes()
     assert main(["export", str(out), "--format", "int8"]) == 2
