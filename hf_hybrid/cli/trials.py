@@ -36,20 +36,20 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.cli.console import print_line
 from hf_hybrid.cli.options import COMMAND, PRIVATE, TRAINING, OptionError
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, as_yaml, read_options, split_private
-from hf_hybrid.files import delete_temporaries, open_to_append, write_json, write_text
+from hf_hybrid.files import delete_temporaries, open_to_append, own_folder, write_json, write_text
 from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial, TrialState, optuna
 from hf_hybrid.records.log import LOG_NAME, load_log
 from hf_hybrid.records.readings import as_dict, count_of, number, numbered, read_json
 from hf_hybrid.records.redaction import redact
 from hf_hybrid.saving.lock import own_lock
-from hf_hybrid.saving.manifest import digest_of, last_checkpoint
+from hf_hybrid.saving.manifest import last_checkpoint
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -82,24 +82,21 @@ class Outcome:
     state: TrialState
     loss: float | None = None
     reason: str = ""
-    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Note in the folder of a trial how it ended, with a checksum, as no other file says the same."""
-    values: dict[str, Any] = {"state": outcome.state.name.lower(), "eval_loss": outcome.loss, REASON: outcome.reason}
-    values |= {"parameters": outcome.parameters}
-    write_json(folder / OUTCOME_NAME, {**values, "xxh3_128": digest_of(values)})
+    """Note in the folder of a trial how it ended, as no other file says the same."""
+    values = {"state": outcome.state.name.lower(), "eval_loss": outcome.loss, REASON: outcome.reason}
+    write_json(folder / OUTCOME_NAME, values)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
     """Return how a trial ended; `None` if nothing says so, or what says so is damaged."""
     values = as_dict(read_json(folder / OUTCOME_NAME, []))
-    digest = values.pop("xxh3_128", None)
     state, loss = TrialState.__members__.get(str(values.get("state")).upper()), number(values.get("eval_loss"))
-    if digest != digest_of(values) or state not in ENDED or state == TrialState.COMPLETE and loss is None:
+    if state not in ENDED or state == TrialState.COMPLETE and loss is None:
         return None
-    return Outcome(state, loss, str(values.get(REASON) or ""), as_dict(values.get("parameters")))
+    return Outcome(state, loss, str(values.get(REASON) or ""))
 
 
 def ended_early(folder: Path) -> bool:
@@ -210,7 +207,7 @@ class Trials:
             REASON: outcome.reason,
             REWARDED: TRAINING[self.options.get(COMMAND, "train")].rewarded,
         }
-        parameters = self._parameters(folder, outcome)
+        parameters = self._parameters(folder)
         try:
             return optuna.trial.create_trial(
                 state=outcome.state,
@@ -223,21 +220,18 @@ class Trials:
         except (ValueError, TypeError):  # a value that is not in its distribution
             raise _of_another(folder) from None
 
-    def _parameters(self, folder: Path, outcome: Outcome) -> dict[str, Any]:
+    def _parameters(self, folder: Path) -> dict[str, Any]:
         """The values of a trial, whose other options must be those of this sweep."""
         try:
             options = as_dict(read_options((folder / TRIAL_NAME).read_text(encoding="utf-8")))
         except (OSError, ValueError):
-            options = {}
-        if not options and not outcome.parameters:
             raise OptionError(
                 f"`{folder / TRIAL_NAME}` is missing or damaged, so nothing says which values the trial had. Restore "
                 f"it, or move `{folder.name}` to another place."
-            )
-        missing = [name for name in self.distributions if name not in options]
-        if options and (missing or self._common(options) != self._common(self.options)):
+            ) from None
+        if self.distributions.keys() - options.keys() or self._common(options) != self._common(self.options):
             raise _of_another(folder)
-        return outcome.parameters or {name: options[name] for name in self.distributions}
+        return {name: options[name] for name in self.distributions}
 
     def _common(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options that are the same in all trials and stand in their files."""
@@ -291,7 +285,6 @@ class Trials:
             if parameters is None:
                 return None
             lock = self._take(f"{self.trial(number).name}.lock")
-            make_way(self.trial(number))
             self._write_options(number, parameters)
             return number, lock
         finally:
@@ -312,8 +305,7 @@ class Trials:
 
     def _write_options(self, number: int, parameters: dict[str, Any]) -> None:
         """Write the options of a trial, with which it begins."""
-        folder = self.trial(number)
-        folder.mkdir(exist_ok=True)
+        folder = own_folder(self.folder, self.trial(number).name)
         delete_temporaries(folder)
         values = {"logging_steps": 0.01, **self.options, **parameters, "output_dir": str(folder)}
         write_text(folder / TRIAL_NAME, as_yaml(values))
@@ -397,8 +389,7 @@ class Trials:
         return False
 
     def _end(self, number: int, state: TrialState, loss: float | None = None, reason: str = "") -> None:
-        parameters = self.study().trials[number].params
-        write_outcome(self.trial(number), Outcome(state, loss, reason, parameters))
+        write_outcome(self.trial(number), Outcome(state, loss, reason))
         study = self.study()
         trial, best = study.trials[number], best_trial(study)
         step, max_steps = trial_steps(trial)
@@ -411,15 +402,6 @@ class Trials:
 
 tell = functools.partial(print_line, unwrapped=True)
 """Write a line for the user."""
-
-
-def make_way(folder: Path) -> None:
-    """Give what lies in the place of a new trial another name: nothing that a sweep did not make is deleted."""
-    if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        names = (f"{folder.name}.earlier-{count}" for count in range(1, 10_000))
-        aside = next(folder.with_name(name) for name in names if not os.path.lexists(folder.with_name(name)))
-        os.replace(folder, aside)
-        tell(f"`{folder.name}` is none of this sweep, and is now `{aside.name}`")
 
 
 def _of_another(folder: Path) -> OptionError:
