@@ -131,7 +131,7 @@ def logged(folder: Path) -> tuple[int | None, dict[int, float]]:
     follow no curve that could be forecast, and so give no losses.
     """
     max_steps, losses = None, {}
-    for line in load_log(folder, only=("step", MAX_STEPS, "loss", "reward")).lines:
+    for line in load_log(folder).lines:
         max_steps = count_of(line.get(MAX_STEPS)) or max_steps
         if "loss" in line and "reward" not in line:
             loss = number(line["loss"])

@@ -120,17 +120,13 @@ class Log:
         return sum(known) if known and len(known) == len(self.starts) else None, len(self.starts)
 
 
-def load_log(
-    folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None, name: str = LOG_NAME
-) -> Log:
+def load_log(folder: str | Path, notes: list[str] | None = None, name: str = LOG_NAME) -> Log:
     """
     Read the log of a run by its output folder: the lines that hold, without those that a later training superseded.
 
-    `notes` gets a sentence on lines that could not be read. Of `only` these keys the values are kept; `rewards/` keeps
-    all that begin so.
+    `notes` gets a sentence on lines that could not be read.
     """
-    log, ended, names = Log(), False, None if only is None else frozenset(only)
-    under = tuple(name for name in names or () if name.endswith("/"))
+    log, ended = Log(), False
     for line in read_lines(_log_in(Path(folder), name), [] if notes is None else notes):
         if "begun" in line:
             log = Log(up_to(log.lines, line["step"]), [*log.starts, 0.0]) if line["step"] else Log(starts=[0.0])
@@ -139,8 +135,6 @@ def load_log(
             runtime = number(line.get("train_runtime"))
             ended = runtime is not None
             log.starts[-1] = runtime if ended else number(line.get("seconds"))
-        if names is not None:
-            line = {key: value for key, value in line.items() if key in names or key.startswith(under)}
         log.lines.append(line)
     return log
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from hf_hybrid.records.readings import PHASES, as_dict, count_of, evenly, number
+from hf_hybrid.records.readings import PHASES, as_dict, count_of, number
 from hf_hybrid.records.summary import HybridSummary
 from hf_hybrid.report.run_folder import Points, Run, leaps_made, verdicts_of
 from hf_hybrid.report.samples import samples_of
 from hf_hybrid.report.series import ACCEPTED, SCORES, series_of, speed
 
-MOST_RECORDS = 1000
-"""Leaps, events and points of a series in `report.json`. `hybrid_log.jsonl` of the run has all."""
 PROFILER_HINT = (
     "Memory was not recorded. With `profile_memory=True` (`--profile_memory` on the command line) the next report "
     "has it over time, by phase and by category."
@@ -41,15 +39,14 @@ def findings(run: Run) -> dict:
         "savings": dict(HybridSummary(run.record).savings_rows()),
         "phases": by_phase if leaps_made(run) and run.record_steps else {},
         "series": [
-            {"figure": row.figure, "panel": row.panel, "name": row.name, "points": evenly(row.points, MOST_RECORDS)}
-            for row in series_of(run)
+            {"figure": row.figure, "panel": row.panel, "name": row.name, "points": row.points} for row in series_of(run)
         ],
         "leaps": _leaps(run),
-        "leap_records": evenly(run.leaps, MOST_RECORDS),
+        "leap_records": run.leaps,
         "memory": {"peak": run.memory.peak, "by_phase": run.memory.phases, "held_at_the_end": held},
         "recoveries": run.recoveries,
         "events_seen": max(len(run.events), count_of(run.record.get("divergence_events_seen")) or 0),
-        "events": run.events[-MOST_RECORDS:],
+        "events": run.events,
         "options": run.config,
         "environment": {**as_dict(begun.get("hardware")), **as_dict(begun.get("versions"))},
         "notes": _notes(run),
@@ -66,14 +63,6 @@ def _notes(run: Run) -> list[str]:
         notes.append(f"The run set the learning rate itself: it ended at {scale:.3g} times the scheduled rate.")
     if hint := run.record.get("speed_hint"):
         notes.append(str(hint))
-    longest = max((len(row.points) for row in series_of(run)), default=0)
-    for count, what in (
-        (longest, "points of a series"),
-        (len(run.leaps), "leaps"),
-        (len(run.events), "divergence events"),
-    ):
-        if count > MOST_RECORDS:
-            notes.append(f"`report.json` has {MOST_RECORDS:,} of {count:,} {what}; `hybrid_log.jsonl` has all.")
     leaps = leaps_made(run)
     if lost := max(leaps - len(run.leaps), 0):
         notes.append(f"{lost:,} of {leaps:,} leaps left no record: `hybrid_log.jsonl` does not have them.")

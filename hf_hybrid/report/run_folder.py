@@ -23,13 +23,6 @@ Points = list[tuple[int, float]]
 _SUMMARY, _STATE = "hybrid_summary.json", "trainer_state.json"
 _OF_PARTS = ("begun", "leap", "event")
 """Keys of lines that Trainer's log does not have."""
-_SHOWN = (
-    "step", *_OF_PARTS, "max_steps", "hardware", "versions", "loss", "eval_loss", "learning_rate", "grad_norm",
-    "train_runtime", "summary", "seconds", "num_tokens", "num_input_tokens_seen", "tokens_per_second",
-    "mean_token_accuracy", "eval_mean_token_accuracy", "accuracy", "eval_accuracy", "reward", "eval_reward",
-    "train_tokens_per_second", "rewards/", "eval_rewards/", "hybrid/",
-)  # fmt: skip
-"""What a report shows of a line of the log. It does not hold the rest, because a log can have a million lines."""
 
 
 @dataclass
@@ -58,7 +51,7 @@ class Run:
     max_steps: int | None
     finished: bool
     log: Log
-    """`hybrid_log.jsonl` as it is read: the time of each start, and lines with what a report shows of them."""
+    """`hybrid_log.jsonl` as it is read, with the time of each start."""
     notes: list[str] = field(default_factory=list)
     """Notes on files that could not be read."""
 
@@ -86,7 +79,7 @@ def load_run(folder: str | Path) -> Run:
     if not folder.is_dir():
         raise ValueError(f"`{folder}` is not a folder. Pass the `output_dir` of a run.")
     config = _read(folder / "hybrid_config.json", notes)
-    log = load_log(folder, notes, _SHOWN)
+    log = load_log(folder, notes)
     checkpoint, state = _farthest_checkpoint(folder, notes)
     saved = _read(folder / checkpoint / "hybrid_state.json", notes)
     profile = load_log(folder / PROFILE, notes, name="steps.jsonl")

@@ -239,23 +239,19 @@ def test_wall_time_adds_up_over_the_starts_of_a_run(tmp_path):
     assert seconds == {"value": 15.0, "source": "log, over 2 starts"} and load_log(tmp_path).wall_time() == (15.0, 2)
 
 
-def test_the_report_of_a_long_run_is_short_and_says_what_it_leaves_out(tmp_path, undrawn):
-    leaps = [leap(step, ("kept", "rejected")[step % 2]) for step in range(0, 60_000, 3)]
+def test_the_report_of_a_long_run_has_all_of_it(tmp_path, undrawn):
+    leaps = [leap(step, ("kept", "rejected")[step % 2]) for step in range(0, 6_000, 3)]
     hybrid_run(tmp_path, leaps=[])
     lines = [{"step": made["step"] + 1, "leap": made} for made in leaps]
-    lines += [{"step": step, "event": {"step": step, "reason": "risen"}} for step in range(60_001, 62_001)]
-    lines += [{"step": step, "loss": 1.0} for step in range(62_001, 64_001)]
+    lines += [{"step": step, "event": {"step": step, "reason": "risen"}} for step in range(6_001, 8_001)]
+    lines += [{"step": step, "loss": 1.0} for step in range(8_001, 10_001)]
     write_log(tmp_path, [{"step": 0, "begun": True}, *lines])
-    files = write_report(tmp_path)
-    assert sum(file.stat().st_size for file in files) < 1e6
-    found = json.loads(files[1].read_text())
-    assert found["leaps"]["by_verdict"] == {"kept": 10_000, "rejected": 10_000} and found["events_seen"] == 2000
-    kept = [record["step"] for record in found["leap_records"]]
-    assert len(kept) == 1000 and kept[0] == leaps[0]["step"] and kept[-1] == leaps[-1]["step"]
-    notes = " ".join(found["notes"])
-    assert "1,000 of 20,000 leaps" in notes and "1,000 of 2,000 points of a series" in notes
-    assert "1,000 of 2,000 divergence events" in notes
-    assert len(series_by_name(found)["loss (nats)", "training"]) == 1000
+    page, numbers = write_report(tmp_path)
+    assert page.stat().st_size < 500_000, "of a table the page has the last rows"
+    found = json.loads(numbers.read_text())
+    assert found["leaps"]["by_verdict"] == {"kept": 1000, "rejected": 1000} and found["events_seen"] == 2000
+    assert len(found["leap_records"]) == len(found["events"]) == 2000
+    assert len(series_by_name(found)["loss (nats)", "training"]) == 2000
 
 
 # Memory.
