@@ -1,7 +1,7 @@
 """
 Peak memory and time per optimizer step: streamed training, resident training and peers, on the same model and batches.
 
-    python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, 17 modes, eight minutes on two cores
+    python -m benchmarks.memory.peaks                     # CPU, a 60M Llama, 16 modes, eight minutes on two cores
     python -m benchmarks.memory.peaks --smoke             # CPU, a tiny Llama, three modes, half a minute
     python -m benchmarks.memory.peaks --gpu               # shapes of 1B to 50B under a cap of device memory
     python -m benchmarks.memory.peaks --gpu --models 7b 14b 32b 50b 30b-a3b --cap_gib 24   # home cards; also 16
@@ -17,7 +17,7 @@ On a machine with several GPUs, the processes see the first that is visible here
 Modes: `resident*` and `lora-resident` are plain `transformers.Trainer`; `stream*` and `lora-stream*` are
 `HybridTrainer(memory="stream", enable_predict=False)`; `zero3` is `Trainer` with DeepSpeed's ZeRO-3, whose weights and
 optimizer are on the host (bf16 over fp32 masters, whatever the others have); `fsdp2` is FSDP2 with CPU offload in one
-process; `torchao` is its `CPUOffloadOptimizer`, which cannot clip gradients. `torchao` and `zero3` need a GPU.
+process. `zero3` needs a GPU.
 `*in_backward` updates layers inside the backward pass, without clipping. `*-8bit` has bf16 weights and 8-bit AdamW
 states, the others AdamW states in the dtype of the weights. All but `resident` recompute activations layer by layer,
 streamed ones as far as graphs do not fit. A mode whose package is not installed is skipped, and its row says so.
@@ -73,7 +73,7 @@ GIB = 2**30
 class Mode:
     """One way to train."""
 
-    trainer: str  # "plain", "streamed", "zero3", "fsdp2" or "torchao"
+    trainer: str  # "plain", "streamed", "zero3" or "fsdp2"
     against: str = "resident-checkpointed"  # the resident mode whose time its own is divided by
     options: dict = field(default_factory=dict)  # of HybridConfig
     kept: float = 0.0  # share of the layers that stay on the device
@@ -95,7 +95,6 @@ MODES = {
     "stream-in_backward": Mode("streamed", options=IN_BACKWARD),
     "zero3": Mode("zero3"),
     "fsdp2": Mode("fsdp2"),
-    "torchao": Mode("torchao"),
     "resident-8bit": Mode("plain", "resident-8bit", low_bit=True),
     "stream-8bit": Mode("streamed", "resident-8bit", {**BY_LAYER, "optimizer_states": "8bit"}, low_bit=True),
     "stream-8bit-in_backward": Mode(
@@ -127,7 +126,7 @@ class Model:
     experts: dict = field(default_factory=dict)  # what the configuration of a mixture has beside these
 
 
-EXACT = ("resident-checkpointed", "stream", "zero3", "fsdp2", "torchao")
+EXACT = ("resident-checkpointed", "stream", "zero3", "fsdp2")
 LOW_BIT = ("resident-8bit", "stream-8bit")
 LORA = ("lora-resident", "lora-stream", "lora-stream-int8")
 PARKED = {"offload_activations": True}
