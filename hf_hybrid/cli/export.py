@@ -15,8 +15,6 @@ from hf_hybrid.arguments import check_range
 from hf_hybrid.compat import trl_error
 from hf_hybrid.records.readings import as_dict, read_json
 
-BATCH = 4
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
@@ -104,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
 def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Batches of held-out rows, of `--eval_dataset` or of what the run noted, or an `OptionError` that says why not."""
+    import torch
+
     from hf_hybrid.cli.data import NOTE_NAME, Reader
     from hf_hybrid.cli.options import OptionError, TextDataOptions
     from hf_hybrid.export.source import read_tokenizer
@@ -126,7 +126,8 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
     if tokenizer is None:
         raise OptionError(f"`{folder}` has no tokenizer, which the texts need. Save it there.")
     rows = held_out_rows(reader, tokenizer, args.eval_sequences)
-    return [_padded(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)]
+    # Row by row, so that nothing is padded.
+    return [{name: torch.tensor([row[name]]) for name in ("input_ids", "labels")} for row in rows]
 
 
 def held_out_rows(reader: Any, tokenizer: Any, most: int) -> list[dict[str, list[int]]]:
@@ -156,21 +157,6 @@ def _chosen(pairs: list[dict[str, Any]], reader: Any, tokenizer: Any) -> list[di
     chosen = recognise("sft", list(sides[0]), sides[0])
     source = Source("The chosen answers", chosen, list(sides[0]), Dataset.from_list(sides))
     return list(Answers(tokenizer, True, True).tokenise(source))
-
-
-def _padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
-    """Rows as a batch, padded at their ends, of [rows, tokens of the longest]."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
-    from hf_hybrid.rows.tree import IGNORED
-
-    ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-    }
 
 
 def read_note(path: Path) -> Any:

@@ -6,7 +6,7 @@ from hf_hybrid.records.readings import PHASES, as_dict, count_of, number
 from hf_hybrid.records.summary import HybridSummary
 from hf_hybrid.report.run_folder import Points, Run, leaps_made, verdicts_of
 from hf_hybrid.report.samples import samples_of
-from hf_hybrid.report.series import ACCEPTED, SCORES, series_of, speed
+from hf_hybrid.report.series import ACCEPTED, SCORES, series_of
 
 PROFILER_HINT = (
     "Memory was not recorded. With `profile_memory=True` (`--profile_memory` on the command line) the next report "
@@ -32,7 +32,7 @@ def findings(run: Run) -> dict:
             "backward_passes": _backward_passes(run),
             "seconds": _seconds(run),
             "peak_memory": run.memory.peak,
-            "tokens_per_second": speed(run),
+            "tokens_per_second": _speed(run),
         },
         "scores": _scores(run),
         "samples": sorted(samples_of(run.folder), key=lambda sample: -sample["step"]),
@@ -142,6 +142,16 @@ def _seconds(run: Run) -> dict:
         return {"value": logged, "source": "log, to its last line"}
     total = sum(number(value) or 0.0 for value in as_dict(run.record.get("seconds_by_phase")).values())
     return {"value": total or None, "source": "steps alone, without evaluation and saving" if total else None}
+
+
+def _speed(run: Run) -> dict | None:
+    """The tokens per second of the whole run, as its summary or the trainer's last log entry has them."""
+    value, share = number(run.record.get("tokens_per_second")), number(run.record.get("device_share"))
+    if value is None:
+        logged = run.series("train_tokens_per_second")
+        return {"value": logged[-1][1], "source": "logged by the trainer"} if logged else None
+    computed = "" if share is None else f"; the device computed in {100 * share:.0f} % of the time"
+    return {"value": value, "source": f"without evaluation and saving{computed}"}
 
 
 def _leaps(run: Run) -> dict | None:

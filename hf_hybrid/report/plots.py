@@ -39,7 +39,6 @@ TITLES = {
     "scores": "Accuracy and reward",
     "rate": "Learning rate",
     "gradient": "Gradient norm",
-    "speed": "Tokens/s",
     "memory": "Memory",
 }
 """Figures in the order of the page."""
@@ -149,7 +148,7 @@ def _paint_panel(axis, rows: Sequence[Series]) -> None:
         axis.set_yscale("log", subs=[])
         few = max(values) > 1000 * min(values)  # only powers of ten, or also 2 and 5 times as much
         axis.yaxis.get_major_locator().set_params(subs=(1.0,) if few else (1.0, 2.0, 5.0))
-    elif figure in ("memory", "rate", "speed"):
+    elif figure in ("memory", "rate"):
         axis.set_ylim(min(0, 1.12 * min(values)) / scale, 1.12 * max(max(values), 1e-9) / scale)
     axis.yaxis.set_major_formatter("{x:g}" if figure == "rate" else "{x:,g}")  # `3e-05`, without an offset beside it
 
