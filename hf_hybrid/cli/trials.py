@@ -257,7 +257,7 @@ class Trials:
             return study.ask(self.distributions).params
         [parameter] = self.parameters
         known = [trial for trial in trials if parameter.name in trial.params]  # of a lost trial nothing is known
-        standings = [(trial.params[parameter.name], self.pruner.standing(study, trial)) for trial in known]
+        standings = [(trial.params[parameter.name], self.pruner.standing(trial)) for trial in known]
         ended = {value: standing for value, standing in standings if standing is not None}
         running = [value for value, standing in standings if standing is None]
         value = parameter.next_value(self.count, ended, running)
@@ -393,7 +393,7 @@ class Trials:
         study = self.study()
         trial, best = study.trials[number], best_trial(study)
         step, max_steps = trial_steps(trial)
-        outcome = outcome_text(study, self.pruner, trial)
+        outcome = outcome_text(self.pruner, trial)
         values = " ".join(f"{name}={_value_text(value)}" for name, value in trial.params.items())
         tell(f"trial {number}, {values}, step {step:,} of {max_steps:,}: {outcome}")
         for other in study.get_trials(deepcopy=False, states=ENDED):
@@ -420,10 +420,10 @@ def table(study: optuna.Study, pruner: ForecastPruner, count: int) -> str:
     names = sorted({name for trial in trials for name in trial.params})
     rows = [("trial", *names, "steps", "outcome")]
     behind_all = (2, math.inf)  # of the unfinished ones
-    for trial in sorted(trials, key=lambda trial: pruner.standing(study, trial) or behind_all):
+    for trial in sorted(trials, key=lambda trial: pruner.standing(trial) or behind_all):
         step, max_steps = trial_steps(trial)
         values = [_value_text(trial.params.get(name, "-")) for name in names]
-        outcome = outcome_text(study, pruner, trial) + ("  <- best" if trial is best else "")
+        outcome = outcome_text(pruner, trial) + ("  <- best" if trial is best else "")
         rows.append((str(trial.number), *values, f"{step:,}/{max_steps:,}", outcome))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths[:-1])), row[-1]]) for row in rows]
@@ -442,7 +442,7 @@ def trial_steps(trial: FrozenTrial) -> tuple[int, int]:
     return max_steps if trial.state == TrialState.COMPLETE else trial.last_step or 0, max_steps
 
 
-def outcome_text(study: optuna.Study, pruner: ForecastPruner, trial: FrozenTrial) -> str:
+def outcome_text(pruner: ForecastPruner, trial: FrozenTrial) -> str:
     """What became of a trial, as a few words."""
     if trial.state == TrialState.COMPLETE and trial.value is not None:
         rewarded = trial.user_attrs.get(REWARDED)
@@ -450,11 +450,9 @@ def outcome_text(study: optuna.Study, pruner: ForecastPruner, trial: FrozenTrial
     if trial.state == TrialState.FAIL:
         return f"failed: {trial.user_attrs.get(REASON)}"
     if trial.state == TrialState.PRUNED:
-        end = pruner.expected_end(study, trial)
-        if end is None:
+        if (end := pruner.forecast(trial)) is None:
             return "diverged"
-        low, median, high = end
-        return f"ended early; training loss would end at {median:.3f} ({low:.3f} to {high:.3f})"
+        return f"ended early; training loss would end at {end.median:.3f} ({end.low:.3f} to {end.high:.3f})"
     return "unfinished"
 
 
