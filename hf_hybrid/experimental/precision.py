@@ -20,7 +20,6 @@ back to the last bit, also before an evaluation, a save or a push, so that check
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -52,23 +51,15 @@ def parse_precision(text: str) -> dict[Phase, str]:
     words: dict[str, str] = {}
     for part in text.lower().split(","):
         phase, _, precision = (word.strip() for word in part.rpartition("="))
-        for kind, word, choices in (("phase", phase, ["", *_PHASES]), ("precision", precision, _CHOICES)):
-            if word not in choices:
-                close = difflib.get_close_matches(word, choices, n=1, cutoff=0.4)
-                hint = f" Did you mean `{close[0]}`?" if close else ""
-                raise ValueError(
-                    f"`{word}` in `weight_precision={text}` is not a {kind}: choose one of "
-                    f"{', '.join(filter(None, choices))}.{hint}"
-                )
+        if phase not in ("", *_PHASES) or precision not in _CHOICES or phase in words:
+            raise ValueError(
+                f"`weight_precision={text}`: `{part}` must be a precision ({', '.join(_CHOICES)}), or one for a phase "
+                f"({', '.join(_PHASES)}) as in `full=bf16`, and each phase has one."
+            )
         if precision in INT8 and phase != Phase.PREDICT.value:
             raise ValueError(
                 f"`{precision}` in `weight_precision={text}` is for forward-only probes: write `predict={precision}`. "
                 "Nothing trains in it."
-            )
-        if phase in words:
-            raise ValueError(
-                f"`weight_precision={text}` gives a precision for {f'`{phase}`' if phase else 'all phases'} twice. "
-                "Keep one."
             )
         words[phase] = precision
     return {phase: words.get(phase.value, words.get("", "auto")) for phase in Phase}

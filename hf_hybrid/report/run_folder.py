@@ -141,12 +141,8 @@ def leaps_made(run: Run) -> int:
 def verdicts_of(run: Run) -> Counter[str]:
     """Number of leaps by verdict: from the records of the leaps, or from the counters where those go farther."""
     known = Counter(str(leap.get("verdict")) for leap in run.leaps)
-    last = Counter(str(leap.get("verdict")) for leap in with_steps(run.record.get("leaps")))
-    totals, earlier = (
-        Counter({str(verdict): count_of(count) or 0 for verdict, count in as_dict(run.record.get(name)).items()})
-        for name in ("leaps_by_verdict", "earlier_verdicts")
-    )
-    return max(known, totals, last + earlier, key=Counter.total)
+    totals = {str(name): count_of(count) or 0 for name, count in as_dict(run.record.get("leaps_by_verdict")).items()}
+    return max(known, Counter(totals), key=Counter.total)
 
 
 def _nothing_to_report(folder: Path, started: bool, notes: list[str]) -> ValueError:

@@ -62,5 +62,5 @@ def test_a_run_that_asks_for_none_loads_none(unloaded, tmp_path):
 
 
 def test_a_word_that_cannot_be_read_is_refused_with_the_config(tmp_path):
-    with pytest.raises(ValueError, match="Did you mean `int8_bitsandbytes`"):
+    with pytest.raises(ValueError, match="`predict=int8_bitsandbits` must be a precision .*int8_bitsandbytes"):
         train(tmp_path, weight_precision="predict=int8_bitsandbits")
