@@ -152,7 +152,6 @@ ON_CPU = {"60m": Model(512, 1408, 16, 8, 8, 8192, tuple(MODES))}
 SMOKE_MODES = ("resident-checkpointed", "stream-8bit", "lora-stream-int8")
 TINY = {"hidden": 64, "intermediate": 128, "layers": 4, "heads": 4, "kv_heads": 2, "vocab": 512}
 TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
-MOST_RATIO, RATIO_FROM_TOKENS = 1.15, 16000
 
 
 @dataclass
@@ -313,33 +312,14 @@ HEADER = (
 
 
 def report(job: Job) -> None:
-    """Print the table, with ratios where the resident rows are there, and whether the goals are met."""
+    """Print the table, with ratios where the resident rows are there."""
     rows = [row for name, model in job.models.items() for mode in model.modes for row in job.found(name, mode)]
     seconds = {(r["model"], r["mode"], r["tokens"]): r["seconds"] for r in rows if r["outcome"] == "measured"}
     print(f"\n{HEADER}")
-    goals = []
     for row in rows:
         reference = seconds.get((row["model"], MODES[row["mode"]].against, row["tokens"]))
         ratio = row["seconds"] / reference if reference and row["outcome"] == "measured" else None
         print(f"{row['model']:8s}{row['mode']:22s} {line(row, ratio)}")
-        goals += judged(row, ratio, job.models[row["model"]])
-    print("\n".join(goals))
-
-
-def judged(row: dict, ratio: float | None, model: Model) -> list[str]:
-    """Say for each goal of the streamed low-bit and int8 modes whether it is met."""
-    low = row["mode"] in ("stream-8bit", "lora-stream-int8")
-    if not low or model.host_goal is None or row["outcome"] != "measured":
-        return []
-    found, name = [], f"{row['model']} {row['mode']}, {row['tokens']} tokens"
-    for what, goal, key in (("device", model.device_goal, "device_reserved"), ("host", model.host_goal, "host_peak")):
-        if goal is not None and row.get(key) is not None:
-            verdict = "met" if row[key] <= goal * GIB else "MISSED"
-            found.append(f"goal {verdict}: {name}: {what} {gib(row[key])} of {goal} GiB")
-    if ratio is not None and row["tokens"] >= RATIO_FROM_TOKENS:
-        verdict = "met" if ratio <= MOST_RATIO else "MISSED"
-        found.append(f"goal {verdict}: {name}: {ratio:.2f} of {MOST_RATIO} x resident")
-    return found
 
 
 # Command line.

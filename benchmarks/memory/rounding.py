@@ -4,7 +4,6 @@ Which rounding to 16 bits keeps what fp32 weights have learned at the rates of f
     python -m benchmarks.speedup.pretrained             # once: the model
     python -m benchmarks.memory.rounding                # every training, rate, seed and rounding; hours on one thread
     python -m benchmarks.memory.rounding --trained weights --rates 1e-5 --seeds 0
-    python -m benchmarks.memory.rounding --report       # the table
 
 `correction.py` found that fp32 weights rounded to the nearest bf16 lose most of what they learned at 1e-6 to 1e-5. Two
 things meet. The weights start on the grid of bf16, as published models do, so the nearest number of a weight that moves
@@ -133,11 +132,10 @@ def main() -> None:
     parser.add_argument("--roundings", nargs="+", choices=ROUNDINGS, default=list(ROUNDINGS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="Only the table of what is there.")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = Results(args.results, "rounding", KEY)
-    start, data = load(torch.float32), None
+    start, data = load(torch.float32), blocks(slice(TEST, TEST + HELD_OUT))
 
     def measure(model: Callable[[], PreTrainedModel], roundings: list[str] = args.roundings, **run) -> None:
         """Measure what is missing of a model, which is made if something is."""
@@ -152,20 +150,12 @@ def main() -> None:
             results.add({**row, **provenance(args.threads)})
             print(*run.values(), rounding, draw, f"{row['eval_loss']:.5f}", flush=True)
 
-    if not args.report:
-        data = blocks(slice(TEST, TEST + HELD_OUT))
-        measure(lambda: start, ["fp32"], trained="start", rate=None, seed=None, steps=0)
-        for trained in args.trained:
-            for rate in args.rates or RATES[trained]:
-                for seed in args.seeds:
-                    run = {"trained": trained, "rate": rate, "seed": seed, "steps": args.steps}
-                    measure(lambda run=run: train(**run, rows=data[0]), **run)
-    for row in summarise(results.rows()):
-        kept = " ".join(f"{share:.1%}" for share in row["kept"])
-        print(
-            f"{row['trained']:8s} {row['steps']:3d} steps {row['rate']:g} {row['rounding']:10s} {row['loss']:.5f} "
-            f"{row['changed']:.1%} changed, kept {kept}"
-        )
+    measure(lambda: start, ["fp32"], trained="start", rate=None, seed=None, steps=0)
+    for trained in args.trained:
+        for rate in args.rates or RATES[trained]:
+            for seed in args.seeds:
+                run = {"trained": trained, "rate": rate, "seed": seed, "steps": args.steps}
+                measure(lambda run=run: train(**run, rows=data[0]), **run)
 
 
 if __name__ == "__main__":
