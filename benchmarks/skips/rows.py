@@ -31,7 +31,6 @@ The kinds of rows:
 from __future__ import annotations
 
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
