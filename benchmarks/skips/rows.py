@@ -31,6 +31,7 @@ The kinds of rows:
 from __future__ import annotations
 
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -315,6 +316,11 @@ def difference(model: str, lora: bool, kind: str) -> float:
     theirs, ours = found
     least = 1e-6 * max(gradient.norm() for gradient in theirs.values())
     return max(((theirs[n] - ours[n]).norm() / theirs[n].norm()).item() for n in theirs if theirs[n].norm() > least)
+
+
+def ratio(first: dict, second: dict) -> float:
+    """Return the median over the steps of how often the second fits into the first."""
+    return statistics.median(a / b for a, b in zip(first["seconds"], second["seconds"]))
 
 
 def main() -> None:
