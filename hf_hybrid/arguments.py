@@ -234,10 +234,9 @@ class HybridArguments:
         "Precision in which resident weights compute, by phase: 'bf16' or 'full=bf16,predict=int8'. Masters are kept. "
         "auto: unchanged. predict=int8_bitsandbytes: int8 probes on bitsandbytes' engine. Default: unchanged.",
     )
-    predict_states: Literal["stay", "host", "8bit"] = option(
+    predict_states: Literal["stay", "host"] = option(
         "stay",
-        "Where optimizer states are kept during Predict. This lowers the memory held then, not the peak of the run. "
-        "8bit is lossy.",
+        "Where optimizer states are kept during Predict. This lowers the memory held then, not the peak of the run.",
     )
 
     out_of_memory: Literal["retry", "raise"] = option(

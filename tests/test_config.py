@@ -203,7 +203,7 @@ def test_commands_know_their_words_and_the_keys_of_their_file(command, tmp_path)
         ("resident_layers", -1, "`resident_layers` must be at least 0"),
         ("base_precision", "int8", "`base_precision=int8`"),
         ("weight_precision", "int4", "int4"),
-        ("weight_precision", "predict=int8_bnb", "`int8_bnb`"),
+        ("weight_precision", "predict=int8_bnb", "`predict=int8_bnb`"),
         ("predict_states", "disk", "`predict_states`"),
         ("guard_warn_at", 1.5, "`guard_warn_at` must be between 0 and 1"),
         ("guard_warn_at", -0.1, "`guard_warn_at` must be between 0 and 1"),

@@ -7,7 +7,6 @@ base kept as int8 would be expanded for that.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -315,7 +314,6 @@ class Run:
         """The plan of this mode."""
         own = {
             "plain": {"memory": "off", "activation_checkpointing": self.mode["checkpointing"]},
-            "torchao": {"memory": "off", "activation_checkpointing": True},
             "zero3": {"memory": "stream", "accumulation_walk": "micro_batch", "stream_embeddings": True},
             "fsdp2": {"memory": "stream", "accumulation_walk": "micro_batch", "stream_embeddings": True},
         }
@@ -468,10 +466,11 @@ class Zero3Run(TrainerRun):
         return self.plans[micro_batches]
 
 
-class LoopRun(Run):
-    """A training loop of its own around a peer: the loss, accumulation and clipping of Trainer."""
-
-    clips = True
+class Fsdp2Run(Run):
+    """
+    FSDP2 with CPU offload on one process: a layer's weights are brought in for every pass of every micro-batch. In a
+    training loop of its own, with the loss, accumulation and clipping of Trainer.
+    """
 
     def __post_init__(self):
         super().__post_init__()
@@ -479,46 +478,6 @@ class LoopRun(Run):
         enable = newer or self.model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
         self.model.train()
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Set the model and the optimizer up."""
-        raise NotImplementedError
-
-    def precision(self):
-        return contextlib.nullcontext()
-
-    def window(self, micro_batches: int) -> list[float]:
-        set_seed(0)
-        loader = iter(DataLoader(self.data, batch_size=1, shuffle=True))
-        losses = []
-        for _ in range(self.spec["steps"]):
-            self.meter.on_step_begin()
-            batches = [next(loader) for _ in range(micro_batches)]
-            losses.append(self.step([{k: v.to(self.spec["device"]) for k, v in b.items()} for b in batches]))
-            self.meter.on_step_end()
-        return losses
-
-    def step(self, batches: list[dict]) -> float:
-        items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
-        total = 0.0
-        for batch in batches:
-            with self.precision():
-                loss = self.model(**batch, num_items_in_batch=items).loss
-            loss.backward()
-            total += loss.item()
-        if self.clips:
-            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self.meter.on_pre_optimizer_step()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total
-
-
-class Fsdp2Run(LoopRun):
-    """FSDP2 with CPU offload on one process: a layer's weights are brought in for every pass of every micro-batch."""
-
-    def prepare(self) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -543,6 +502,30 @@ class Fsdp2Run(LoopRun):
                 module._buffers[name] = None if buffer is None else buffer.to(self.spec["device"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
+    def window(self, micro_batches: int) -> list[float]:
+        set_seed(0)
+        loader = iter(DataLoader(self.data, batch_size=1, shuffle=True))
+        losses = []
+        for _ in range(self.spec["steps"]):
+            self.meter.on_step_begin()
+            batches = [next(loader) for _ in range(micro_batches)]
+            losses.append(self.step([{k: v.to(self.spec["device"]) for k, v in b.items()} for b in batches]))
+            self.meter.on_step_end()
+        return losses
+
+    def step(self, batches: list[dict]) -> float:
+        items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
+        total = 0.0
+        for batch in batches:
+            loss = self.model(**batch, num_items_in_batch=items).loss
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.meter.on_pre_optimizer_step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
     def held(self) -> dict[str, int]:
         found = list(self.model.parameters())
         found += [p.grad for p in found if p.grad is not None]
@@ -550,29 +533,7 @@ class Fsdp2Run(LoopRun):
         return {"host_held": storage_bytes(t.to_local() if hasattr(t, "to_local") else t for t in found)}
 
 
-class TorchaoRun(LoopRun):
-    """torchao's `CPUOffloadOptimizer`: weights and summed gradients on the device, states and update on the host."""
-
-    clips = False
-
-    def prepare(self) -> None:
-        from torchao.optim import CPUOffloadOptimizer
-
-        self.model.to("cuda")
-        # `offload_gradients=True` is not made for accumulation.
-        self.optimizer = CPUOffloadOptimizer(
-            self.model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.0, fused=True
-        )
-
-    def precision(self):
-        return torch.autocast("cuda", torch.bfloat16) if self.autocast else contextlib.nullcontext()
-
-    def held(self) -> dict[str, int]:
-        table = measure_held(self.model)
-        return {"device_held": table.total("device")}
-
-
-RUNS = {"plain": TrainerRun, "streamed": TrainerRun, "zero3": Zero3Run, "fsdp2": Fsdp2Run, "torchao": TorchaoRun}
+RUNS = {"plain": TrainerRun, "streamed": TrainerRun, "zero3": Zero3Run, "fsdp2": Fsdp2Run}
 
 
 # One process.
@@ -581,11 +542,10 @@ RUNS = {"plain": TrainerRun, "streamed": TrainerRun, "zero3": Zero3Run, "fsdp2":
 def why_skipped(spec: dict) -> str | None:
     """The reason why this machine cannot run the mode; `None` if it can."""
     mode = spec["mode"]
-    needs = {"peft": mode["adapters"], "bitsandbytes": mode["low_bit"], "torchao": mode["trainer"] == "torchao"}
-    needs["deepspeed"] = mode["trainer"] == "zero3"
-    peers = {"torchao": "CPUOffloadOptimizer", "zero3": "ZeRO-3 offload"}
-    if mode["trainer"] in peers and spec["device"] != "cuda":
-        return f"{peers[mode['trainer']]} needs a GPU"
+    is_zero3 = mode["trainer"] == "zero3"
+    needs = {"peft": mode["adapters"], "bitsandbytes": mode["low_bit"], "deepspeed": is_zero3}
+    if is_zero3 and spec["device"] != "cuda":
+        return "ZeRO-3 offload needs a GPU"
     missing = [name for name, needed in needs.items() if needed and importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)} is not installed" if missing else None
 

@@ -4,7 +4,6 @@ CPU seconds of SFT steps with as few recomputed layers as fit, beside TRL's defa
     python -m benchmarks.speedup.pretrained      # once: fetches SmolLM2-135M
     export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
     python -m benchmarks.memory.recomputation    # adapters and all weights, fifteen minutes
-    python -m benchmarks.memory.recomputation --report
 
 A step is a micro-batch of 4 rows of 256 tokens under bf16 autocast. Budgets lie so far between what the plan says of
 all layers recomputed and of none. With these variables the process keeps memory that was freed, as a GPU's allocator
@@ -14,7 +13,6 @@ is the same in every arm of one kind, to the bit. In `streamed` arms so many of 
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -77,31 +75,14 @@ def planned(trainer: HybridSFTTrainer) -> dict[str, int]:
     return {name: estimator.resident(asked).peak_device_bytes for name, asked in setups.items()}
 
 
-def report(results: Results) -> None:
-    """Print a table: seconds of a step, and how much longer TRL's default takes; streamed: recomputing all layers."""
-    for trains in ("adapters", "all weights"):
-        print(f"\n{trains}\n\n| recomputed layers | CPU seconds of a step | TRL's default takes |\n|---|---|---|")
-        default = results.get(trains=trains, arm="all")
-        for arm in ARMS:
-            row = results.get(trains=trains, arm=arm)
-            slowest = results.get(trains=trains, arm="streamed 0") if arm in STREAMED else default
-            if row is None or slowest is None:
-                continue
-            seconds, longest = statistics.median(row["seconds"]), statistics.median(slowest["seconds"])
-            print(f"| {row['recomputed_layers']} ({arm}) | {seconds:.2f} | {longest / seconds:.2f} |")
-
-
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).parent)
     parser.add_argument("--arm", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--trains", nargs="+", choices=["adapters", "all weights"], default=["adapters", "all weights"])
     parser.add_argument("--steps", type=int, default=3, help="Steps that are measured.")
-    parser.add_argument("--report", action="store_true", help="Print the table of what is there.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(args.results, "recomputation", ("trains", "arm"))
-    if args.report:
-        return report(results)
     for trains in args.trains:
         needs: dict[str, int] = {}
         for arm in args.arm:

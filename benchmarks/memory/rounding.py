@@ -4,26 +4,20 @@ Which rounding to 16 bits keeps what fp32 weights have learned at the rates of f
     python -m benchmarks.speedup.pretrained             # once: the model
     python -m benchmarks.memory.rounding                # every training, rate, seed and rounding; hours on one thread
     python -m benchmarks.memory.rounding --trained weights --rates 1e-5 --seeds 0
-    python -m benchmarks.memory.rounding --report       # the table
 
 `correction.py` found that fp32 weights rounded to the nearest bf16 lose most of what they learned at 1e-6 to 1e-5. Two
 things meet. The weights start on the grid of bf16, as published models do, so the nearest number of a weight that moves
-by less than half a step is where it started. And most of them move by less. So the expectation is wrong, and two ways
-might put it right:
+by less than half a step is where it started. And most of them move by less. So the expectation is wrong, and
+`stochastic` rounding puts it right: up or down at random, with the probabilities that make the expectation of each
+weight exact, measured with three draws.
 
-- `stochastic`: up or down at random, with the probabilities that make the expectation of each weight exact. It is
-  measured with three draws. `matrices` does so with matrices only, and rounds vectors (norms) to nearest.
-- `diffusion`: what a weight is rounded by is carried to the next weight of its row, which is rounded to that neighbour
-  which leaves the smaller carry. The sum of a row stays right within a step, without random numbers.
-
-Both leave weights as they are that bf16 holds. `fp32` is the trained model, and `nearest` the usual rounding. `fp16`
+It leaves weights as they are that bf16 holds. `fp32` is the trained model, and `nearest` the usual rounding. `fp16`
 and `fp16-stochastic` are the same in fp16. Weights are trained whole, or as adapters of rank 16 that are merged in fp32
 (`adapters`). Every model is evaluated in fp32 on held-out blocks that `correction.py` does not use. The rates are those
 of `correction.py` and 1e-4; none was chosen on any held-out text.
 
-All start from the copy of SmolLM2 that `pretrained.py` writes, rounded to bf16. The published weights are in bf16. This
-copy was read from 4 bits and is not, before it is rounded. Unrounded and untrained, it shows the noise of a rounding
-where there is nothing to lose (`dequantised`).
+All start from the copy of SmolLM2 that `pretrained.py` writes, rounded to bf16. `results.jsonl` also has rows of what
+was not better: `matrices` alone, `diffusion` of what is cut off along a row, and the model before its rounding.
 """
 
 from __future__ import annotations
@@ -38,11 +32,10 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from benchmarks.memory.correction import TEST, blocks, held_out, load
 from benchmarks.results import Results, command_line, provenance
-from benchmarks.speedup.pretrained import FOLDER
 from benchmarks.speedup.tasks import QUIET
 from hf_hybrid.export.rounding import round_
 
@@ -63,23 +56,6 @@ def stochastic(exact: Tensor, draw: int) -> Tensor:
     return carried(exact, torch.randint(1 << 16, exact.shape, dtype=torch.int32, generator=GENERATORS[draw]))
 
 
-def matrices(exact: Tensor, draw: int) -> Tensor:
-    return stochastic(exact, draw) if exact.dim() > 1 else exact.bfloat16()
-
-
-def diffusion(exact: Tensor, draw: int) -> Tensor:
-    columns = exact.reshape(-1, exact.shape[-1]).t().contiguous()
-    near = carried(columns, torch.zeros_like(columns, dtype=torch.int32)).float()
-    bits = columns.view(torch.int32)
-    far = torch.where(bits & 0xFFFF == 0, near, ((bits & UPPER) + (1 << 16)).view(torch.float32))
-    carry, found = torch.zeros_like(columns[0]), torch.empty_like(columns)
-    for place, (weights, low, high) in enumerate(zip(columns, near, far)):
-        wanted = weights + carry
-        found[place] = torch.where((wanted - low).abs() <= (wanted - high).abs(), low, high)
-        carry = wanted - found[place]
-    return found.t().reshape(exact.shape).bfloat16()
-
-
 def fp16_stochastic(exact: Tensor, draw: int) -> Tensor:
     """By the code of the export."""
     noise = int(torch.randint(1 << 31, (), generator=GENERATORS[draw]))
@@ -92,8 +68,6 @@ ROUNDINGS: dict[str, tuple[int, Callable[[Tensor, int], Tensor]]] = {
     "fp32": (1, lambda exact, draw: exact),
     "nearest": (1, lambda exact, draw: exact.bfloat16()),
     "stochastic": (3, stochastic),
-    "matrices": (1, matrices),
-    "diffusion": (1, diffusion),
     "fp16": (1, lambda exact, draw: exact.half()),
     "fp16-stochastic": (1, fp16_stochastic),
 }
@@ -131,7 +105,8 @@ def summarise(rows: list[dict]) -> list[dict]:
     start = losses["start", None, None, 0, "fp32", 0]
     groups: dict[tuple, list[dict]] = {}
     order = [*ROUNDINGS]
-    for row in sorted(rows, key=lambda row: (order.index(row["rounding"]), row["seed"] or 0, row["draw"])):
+    known = [row for row in rows if row["rounding"] in ROUNDINGS]
+    for row in sorted(known, key=lambda row: (order.index(row["rounding"]), row["seed"] or 0, row["draw"])):
         if row["steps"]:
             groups.setdefault((row["trained"], row["steps"], row["rate"], row["rounding"]), []).append(row)
     told = []
@@ -151,17 +126,16 @@ def summarise(rows: list[dict]) -> list[dict]:
 
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).resolve().parent)
-    parser.add_argument("--trained", nargs="+", choices=(*RATES, "dequantised"), default=[*RATES, "dequantised"])
+    parser.add_argument("--trained", nargs="+", choices=RATES, default=list(RATES))
     parser.add_argument("--rates", nargs="+", type=float, help="Default: 1e-6 to 1e-4; of adapters 1e-4.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="Of the order of the blocks.")
     parser.add_argument("--roundings", nargs="+", choices=ROUNDINGS, default=list(ROUNDINGS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="Only the table of what is there.")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = Results(args.results, "rounding", KEY)
-    start, data = load(torch.float32), None
+    start, data = load(torch.float32), blocks(slice(TEST, TEST + HELD_OUT))
 
     def measure(model: Callable[[], PreTrainedModel], roundings: list[str] = args.roundings, **run) -> None:
         """Measure what is missing of a model, which is made if something is."""
@@ -176,23 +150,12 @@ def main() -> None:
             results.add({**row, **provenance(args.threads)})
             print(*run.values(), rounding, draw, f"{row['eval_loss']:.5f}", flush=True)
 
-    if not args.report:
-        data = blocks(slice(TEST, TEST + HELD_OUT))
-        untrained = {"rate": None, "seed": None, "steps": 0}
-        measure(lambda: start, ["fp32"], trained="start", **untrained)
-        if "dequantised" in args.trained:
-            measure(lambda: AutoModelForCausalLM.from_pretrained(FOLDER).float(), trained="dequantised", **untrained)
-        for trained in (trained for trained in args.trained if trained in RATES):
-            for rate in args.rates or RATES[trained]:
-                for seed in args.seeds:
-                    run = {"trained": trained, "rate": rate, "seed": seed, "steps": args.steps}
-                    measure(lambda run=run: train(**run, rows=data[0]), **run)
-    for row in summarise(results.rows()):
-        kept = " ".join(f"{share:.1%}" for share in row["kept"])
-        print(
-            f"{row['trained']:8s} {row['steps']:3d} steps {row['rate']:g} {row['rounding']:10s} {row['loss']:.5f} "
-            f"{row['changed']:.1%} changed, kept {kept}"
-        )
+    measure(lambda: start, ["fp32"], trained="start", rate=None, seed=None, steps=0)
+    for trained in args.trained:
+        for rate in args.rates or RATES[trained]:
+            for seed in args.seeds:
+                run = {"trained": trained, "rate": rate, "seed": seed, "steps": args.steps}
+                measure(lambda run=run: train(**run, rows=data[0]), **run)
 
 
 if __name__ == "__main__":

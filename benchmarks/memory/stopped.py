@@ -2,7 +2,6 @@
 How long a save stops training: plain Trainer, and HybridTrainer with saves at once and behind the step. Five minutes.
 
     python -m benchmarks.memory.stopped                  # Llamas of 27 and 135 million parameters, AdamW, fp32
-    python -m benchmarks.memory.stopped --report
 
 A run makes 17 steps and saves after every fourth, with `save_total_limit=2`. `seconds` are those that a save takes from
 the end of its step until training goes on, the `first` save apart, in which copies get their memory; the last save of a
@@ -83,42 +82,19 @@ def measure(arm: str, size: str) -> dict[str, Any]:
     }
 
 
-def report(results: Results) -> None:
-    """Print the table."""
-    print(
-        "| weights | | seconds of a save | over plain `Trainer`'s | first save | step | step beside |\n|---|"
-        + "---|" * 6
-    )
-    for size in SIZES:
-        medians = {}
-        for arm in ARMS:
-            rows = results.rows(size=size, arm=arm)
-            if not rows:
-                continue
-            medians[arm] = statistics.median(second for row in rows for second in row["seconds"])
-            first, step, beside = (
-                statistics.median(row[name] for row in rows) for name in ("first", "step_seconds", "steps_beside")
-            )
-            ratio = medians[arm] / medians["trainer"]
-            print(f"| {size} | {arm} | {medians[arm]:.2f} | {ratio:.2f} | {first:.2f} | {step:.2f} | {beside:.2f} |")
-
-
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).parent)
     parser.add_argument("--size", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--report", action="store_true", help="Print the table of what is there.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(args.results, "stopped", ("size", "arm", "round"))
-    if not args.report:
-        for size in args.size:
-            for number in range(args.rounds):
-                for arm in ARMS:
-                    found = measure(arm, size)
-                    results.add({**provenance(1), "size": size, "arm": arm, "round": number, **found})
-                    print(size, arm, [round(second, 3) for second in found["seconds"]], flush=True)
-    report(results)
+    for size in args.size:
+        for number in range(args.rounds):
+            for arm in ARMS:
+                found = measure(arm, size)
+                results.add({**provenance(1), "size": size, "arm": arm, "round": number, **found})
+                print(size, arm, [round(second, 3) for second in found["seconds"]], flush=True)
 
 
 if __name__ == "__main__":

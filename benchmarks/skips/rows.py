@@ -9,7 +9,6 @@ CPU seconds of fine-tuning steps in which every token is computed once, beside w
     python -m benchmarks.skips.rows --memory     # bytes of a step's tensors
     python -m benchmarks.skips.rows --equality --model smollm2 [--full]     # gradients of a window in fp32
     python -m benchmarks.skips.rows --compiled --model smollm2 --kind agent instructions --steps 6
-    python -m benchmarks.skips.rows --report
 
 A step is what `train()` does between the ends of two steps: fetching and laying out 8 rows in 2 micro-batches, forward
 and backward pass under bf16 autocast, clipping and AdamW. Activations are not checkpointed. The first step, in which
@@ -324,24 +323,6 @@ def ratio(first: dict, second: dict) -> float:
     return statistics.median(a / b for a, b in zip(first["seconds"], second["seconds"]))
 
 
-def report(results: Results) -> None:
-    """Print the ratios of every arm over ours, as tables."""
-    for model, trained, order in sorted({(run["model"], run["trains"], run["order"]) for run in results.rows()}):
-        names = [name for name in ARMS if name not in ("hybrid", "hybrid_sft") and "compiled" not in name]
-        print(f"\n{model}, {trained}, order {order}\n\n| rows | {' | '.join(names)} | tokens that are computed |")
-        print(f"|{'---|' * (len(names) + 2)}")
-        for kind in KINDS:
-            ours = results.get(model=model, trains=trained, order=order, kind=kind, arm="hybrid")
-            if ours is None:
-                continue
-            cells = []
-            for name in names:
-                theirs = results.get(model=model, trains=trained, order=order, kind=kind, arm=name)
-                cells.append("" if theirs is None else f"{ratio(theirs, ours):.2f}")
-            kept = ours["tokens"] - ours["tokens_shared"]
-            print(f"| {kind} | {' | '.join(cells)} | {kept / (ours['tokens'] + ours['tokens_padding']):.0%} |")
-
-
 def main() -> None:
     parser = command_line(__doc__, Path(__file__).parent)
     parser.add_argument("--model", choices=["fifth", "smollm2", *OTHERS], default="fifth")
@@ -353,7 +334,6 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="Measure bytes instead of seconds.")
     parser.add_argument("--equality", action="store_true", help="Compare gradients instead of measuring seconds.")
     parser.add_argument("--compiled", action="store_true", help="Measure `torch_compile` and what it is beside.")
-    parser.add_argument("--report", action="store_true", help="Print the table of what is there.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     name = "rows_compiled" if args.compiled else "rows"
@@ -362,8 +342,6 @@ def main() -> None:
         # Packed rows of these layers need kernels for a GPU: transformers refuses them without.
         arms = [arm for arm in arms if arm not in ("trl_packing", "trl_padding_free")]
     results = Results(args.results, name, ("model", "trains", "order", "kind", "arm"))
-    if args.report:
-        return report(results)
     found = {"model": args.model, "trains": "all weights" if args.full else "adapters", "order": args.order}
     for kind in args.kind:
         if args.memory:

@@ -7,7 +7,8 @@ What is compared: trainers, directions, planners, controls and peers.
 `search` (the learning rate of adapters was searched during the run) and `rule` (it was set to that of `adapter_rate`,
 which `rate_used` has, before `hybrid` did so). In the first four leaps were verified on 64 held-out sequences, except
 where `"benchmark": "probes"` compares the two. And because they lost to `drift`: `linear`, `snoo`, `rre` and `nino`
-(published predictors of weights) and `shuffled` (a control: lines through a shuffled history).
+(published predictors of weights) and `shuffled` (a control: lines through a shuffled history). `pair-steps` and its
+control `pair-adam` stepped on the products of LoRA's pairs, which gained nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ class Arm:
         config (`dict`, *optional*): Options of `HybridConfig`; `None` for plain `Trainer`.
         arguments (`dict`): Options of `TrainingArguments` that differ from the task's.
         optimizer (`Callable`, *optional*): From trainable parameters, learning rate and steps to an optimizer.
-        callback (`Callable`, *optional*): Returns a `TrainerCallback`.
         direction (`Callable`, *optional*): Returns a direction that is not part of the package.
         rate_of (`str`): Where the search for the learning rate begins: at the best of `"adamw"`, or with `"one"` at 1.
         lora (`bool`): Whether it makes sense only for tasks that train adapters.
@@ -43,7 +43,6 @@ class Arm:
     config: dict | None = None
     arguments: dict = field(default_factory=dict)
     optimizer: Callable | None = None
-    callback: Callable | None = None
     direction: Callable | None = None
     rate_of: str = "adamw"
     lora: bool = False
@@ -68,10 +67,6 @@ def _ademamix(parameters, rate, steps):
 def _direction(module: str, name: str) -> Callable:
     """Imports a direction when a run needs it: the process that schedules runs does without torch."""
     return lambda: getattr(importlib.import_module(f"benchmarks.speedup.{module}"), name)
-
-
-def _extra_steps(rule: str) -> Callable:
-    return lambda: importlib.import_module("benchmarks.speedup.pairs").ExtraSteps(rule)
 
 
 ARMS = {
@@ -103,9 +98,6 @@ ARMS = {
         Arm(
             "random", "control: random direction of equal norm", {}, direction=_direction("controls", "RandomDirection")
         ),
-        # Extra steps on the products of LoRA's pairs, and extra steps of the same norms that know nothing of them.
-        Arm("pair-steps", "AdamW and steps on low-rank products", callback=_extra_steps("product"), lora=True),
-        Arm("pair-adam", "control: the extra steps are Adam's", callback=_extra_steps("adam"), lora=True),
         # Peers.
         Arm("prodigy", "Prodigy", optimizer=_prodigy, rate_of="one"),
         Arm(
@@ -152,8 +144,6 @@ def train(arm: Arm, task: Task, sources, *, steps: int, rate: float, seed: int) 
             if arm.direction is not None:
                 common["direction"] = arm.direction()
             common["probe_dataset"] = data["probe"] if arm.probe_set else None
-        if arm.callback is not None:
-            common["callbacks"] = [arm.callback()]
         trainer = kind(model, args=config_kind(**values), **common)
         started = time.process_time()
         seconds = trainer.train().metrics["train_runtime"]

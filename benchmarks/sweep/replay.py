@@ -65,7 +65,7 @@ def replay(rows: list[dict], pruner: str, order: str) -> dict:
         made += step
         whole = step == row["steps"] and row["eval_loss"] is not None
         state = optuna.trial.TrialState.COMPLETE if whole else optuna.trial.TrialState.PRUNED
-        ended[rate] = judge.standing(study, study.tell(trial, row["eval_loss"] if whole else None, state))
+        ended[rate] = judge.standing(study.tell(trial, row["eval_loss"] if whole else None, state))
     best, found = min(row["eval_loss"] for row in rows if row["eval_loss"] is not None), study.best_value
     return {
         "rate": study.best_params["learning_rate"],

@@ -70,8 +70,6 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-    from hf_hybrid.export.gguf import quiet_reading
-
     path = Path(args.model).expanduser()
     folder = path.parent if path.suffix == ".gguf" else path
     files = [] if (path / "config.json").is_file() else list(folder.glob("*.gguf" if folder == path else path.name))
@@ -87,8 +85,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         if (path / "adapter_config.json").is_file() and not sees:
             from peft import AutoPeftModelForCausalLM as loader
         tokenizer: Any = reader.from_pretrained(name, **of_tokenizer)
-        with quiet_reading():
-            model: Any = loader.from_pretrained(name, dtype=args.dtype, **weights)
+        model: Any = loader.from_pretrained(name, dtype=args.dtype, **weights)
     except Exception as error:  # whatever a broken file leads to
         reason = " ".join(str(error.__cause__ or error).split())
         raise OptionError(f"`{args.model}` cannot be loaded: {reason}") from error

@@ -9,15 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from importlib import metadata
 
-import hf_hybrid
 from hf_hybrid.cli.console import write_out
 
-PACKAGES = (
-    "torch", "transformers", "accelerate", "datasets", "safetensors", "tokenizers", "huggingface_hub", "trl", "peft",
-    "bitsandbytes", "torchao", "gguf", "matplotlib", "optuna", "deepspeed",
-)  # fmt: skip
+PACKAGES = ("huggingface_hub", "trl", "peft", "bitsandbytes", "torchao", "gguf", "matplotlib", "optuna", "deepspeed")
+"""Beside those that every run depends on; what is not installed is not shown."""
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -36,35 +32,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report() -> str:
-    """The report as a Markdown list. A line that fails says `unknown`."""
-    from hf_hybrid.hub.provenance import cpu
+    """The report as a Markdown list."""
+    from hf_hybrid.hub.provenance import versions
 
-    facts = {"hf_hybrid": hf_hybrid.__version__, "Python": platform.python_version(), "Platform": platform.platform()}
-    versions = {distribution.name.replace("-", "_"): distribution.version for distribution in metadata.distributions()}
-    facts |= {name: versions.get(name, "not installed") for name in PACKAGES}
-    for name, find in {"CPU": cpu, "RAM": _ram, "GPUs": _gpus}.items():
-        try:
-            facts[name] = find()
-        except Exception as error:  # a report on a broken machine must not break
-            facts[name] = f"unknown ({type(error).__name__})"
+    facts = versions(*PACKAGES) | {"Platform": platform.platform()}
+    try:
+        facts |= _hardware()
+    except Exception as error:  # a report on a broken machine must not break
+        facts["Hardware"] = f"unknown ({type(error).__name__})"
     facts |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return "".join(f"- {name}: {fact}\n" for name, fact in facts.items())
 
 
-def _ram() -> str:
-    import psutil
-
-    total, available = psutil.virtual_memory()[:2]
-    return f"{total / 2**30:.1f} GiB, {available / 2**30:.1f} GiB available"
-
-
-def _gpus() -> str:
+def _hardware() -> dict[str, str]:
     import torch
 
-    from hf_hybrid.machine import describe_device
+    from hf_hybrid.hub.provenance import hardware
 
     kind = torch.accelerator.current_accelerator(check_available=True)
-    devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())] if kind else []
-    gpus = [(device.type, describe_device(device)) for device in devices]
-    names = [f"{gpu['name']}, {gpu['total_memory'] / 2**30:.1f} GiB" if gpu else name for name, gpu in gpus]
-    return f"{'; '.join(names) or 'none'} (CUDA of torch: {torch.version.cuda or torch.version.hip or 'none'})"
+    known = hardware("cpu" if kind is None else kind.type, 1, torch.accelerator.device_count())
+    return {**known, "CUDA of torch": torch.version.cuda or torch.version.hip or "none"}

@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import shlex
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from hf_hybrid.arguments import check_range
 from hf_hybrid.compat import trl_error
 from hf_hybrid.records.readings import as_dict, read_json
-
-BATCH = 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--sequence_length", type=int, help="cut --eval_dataset into so many tokens (default: as the run, else 512)")
     add("--eval_sequences", type=int, default=256, help="at most so many sequences are evaluated (default: 256)")
     add("--push", metavar="NAME", help="push the export to this repository on the Hub")
-    add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         console.write_error(f"\nStopped: `{shown}` is whole, and its loss was not measured.\n")
         return 0
-    width = console.terminal_width()
-    console.write_out(json.dumps(result, indent=1) + "\n" if args.json else exporter.as_text(result, width))
+    console.write_out(exporter.as_text(result, console.terminal_width()))
     if args.push:
         from huggingface_hub import upload_folder
 
@@ -107,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
 def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Batches of held-out rows, of `--eval_dataset` or of what the run noted, or an `OptionError` that says why not."""
+    import torch
+
     from hf_hybrid.cli.data import NOTE_NAME, Reader
     from hf_hybrid.cli.options import OptionError, TextDataOptions
     from hf_hybrid.export.source import read_tokenizer
@@ -129,7 +126,8 @@ def held_out_batches(args: argparse.Namespace, folder: Path) -> list[dict[str, A
     if tokenizer is None:
         raise OptionError(f"`{folder}` has no tokenizer, which the texts need. Save it there.")
     rows = held_out_rows(reader, tokenizer, args.eval_sequences)
-    return [_padded(rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)]
+    # Row by row, so that nothing is padded.
+    return [{name: torch.tensor([row[name]]) for name in ("input_ids", "labels")} for row in rows]
 
 
 def held_out_rows(reader: Any, tokenizer: Any, most: int) -> list[dict[str, list[int]]]:
@@ -161,55 +159,18 @@ def _chosen(pairs: list[dict[str, Any]], reader: Any, tokenizer: Any) -> list[di
     return list(Answers(tokenizer, True, True).tokenise(source))
 
 
-def _padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
-    """Rows as a batch, padded at their ends, of [rows, tokens of the longest]."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
-    from hf_hybrid.rows.tree import IGNORED
-
-    ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-    }
-
-
 def read_note(path: Path) -> Any:
-    """Return the `Reader` of a run, or raise an `OptionError` if the file is damaged or holds something else."""
+    """Return the `Reader` of a run, or raise an `OptionError` if the file is damaged or of another version."""
     from hf_hybrid.cli.data import Reader
-    from hf_hybrid.cli.options import TRAIN, TRAINING, OptionError
+    from hf_hybrid.cli.options import TRAINING, OptionError
 
-    values = read_json(path, [])
-    wrong = None if isinstance(values, dict) else "it is damaged"
-    values = as_dict(values)
-    options = TRAINING.get(str(values.get("command")), TRAIN).data
-    own = get_type_hints(Reader)
-    del own["data"]
-    hints = own | get_type_hints(options)
-    for name, value in values.items():
-        if name not in hints:
-            wrong = f"`{name}` is no option of the data"
-        elif not _is_of(hints[name], value) or name == "command" and value not in TRAINING:
-            wrong = f"`{name}` cannot be `{value!r:.80}`"
-    if missing := own.keys() - values.keys():
-        wrong = wrong or f"it lacks `{min(missing)}`"
-    if wrong is not None:
+    values = as_dict(read_json(path, []))
+    try:
+        options = TRAINING[values["command"]].data
+        data = {known.name: values.pop(known.name) for known in dataclasses.fields(options) if known.name in values}
+        return Reader(data=options(**data), **values)
+    except (KeyError, TypeError) as error:
         raise OptionError(
-            f"`{path}` does not say what the run was evaluated on: {wrong}. Delete the file, and name texts with "
-            "`--eval_dataset` if a loss is wanted."
-        )
-    reader = {name: values.pop(name) for name in own}
-    return Reader(data=options(**values), **reader)
-
-
-def _is_of(hint: Any, value: Any) -> bool:
-    """Whether a value of JSON is of a type: plain, a list, or one of several."""
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(_is_of(get_args(hint)[0], entry) for entry in value)
-    if parts := get_args(hint):
-        return any(_is_of(part, value) for part in parts)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
+            f"`{path}` does not say what the run was evaluated on: it is damaged ({error}). Delete the file, and name "
+            "texts with `--eval_dataset` if a loss is wanted."
+        ) from None

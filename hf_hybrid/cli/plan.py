@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.cli.console import quiet_imports, terminal_width, write_error, write_out
+from hf_hybrid.cli.options import TRAINING
 from hf_hybrid.files import write_text
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ DEFAULTS = {
     "gradient_accumulation_steps": 1, "offload_activations": False, "base_precision": "same",
 }  # fmt: skip
 """Options that a printed command need not have."""
-OF_COMMANDS = {*LENGTHS.values(), "model", "dtype", "peft", "lora_r", "lora_target_modules", "qat"}
-"""Those that no config of a trainer has, or that would cut images."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--enable_predict", action="store_true", help="count the memory of leaps, which adapters train without")
     text = "write the best plan (of several kinds the first that needs no streaming) as YAML, for --config of --for"
     add("--output", metavar="FILE", help=text)
-    add("--details", action="store_true", help="print every plan by category, on device and host")
-    add("--json", action="store_true", help="print JSON instead of a table")
+    add("--json", action="store_true", help="print JSON instead of a table: every plan, with its bytes by category")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,9 +125,7 @@ class _Report:
             accelerator="cuda",
         )
         self.sees = takes_images(self.planner.config)
-        if self.sees and args.output is not None:
-            raise ValueError(f"`--output` is for commands, and `{args.model}` takes images, which Python trains.")
-        if self.sees and args.task in ("reward", "distill"):
+        if self.sees and not TRAINING[args.task].sees:
             raise ValueError(f"`--for {args.task}` trains models of text, and `{args.model}` takes images.")
         chunks = {"train": "maybe", "distill": "never"}.get(args.task, "always")
         self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, chunks=chunks)
@@ -179,10 +175,7 @@ class _Report:
 
     def as_text(self) -> str:
         """The table of all plans, and the best of each kind with its command."""
-        parts = [self._head(), self._table(), self._legend()]
-        if self.args.details:
-            parts += [f"{plan.title}, estimated\n{plan.table}\n" for plan in self.plans]
-        return "\n".join([*parts, self._recommended()])
+        return "\n".join([self._head(), self._table(), self._legend(), self._recommended()])
 
     def _head(self) -> str:
         args, setup, shape, config = self.args, self.planner.setup, self.plans[0].shape, self.planner.config
@@ -233,8 +226,7 @@ class _Report:
         return textwrap.fill(text, terminal_width()) + "\n"
 
     def _recommended(self) -> str:
-        config = "HybridConfig" if self.args.task == "train" else f"Hybrid{self.args.task.upper()}Config"
-        begin = config if self.sees else f"hf-hybrid {self.args.task}"  # commands train on text alone
+        begin = f"hf-hybrid {self.args.task}"
         lines = [f"Best of each kind for `{begin}`:"]
         for kind, plan in self.best.items():
             if plan is None:
@@ -249,12 +241,10 @@ class _Report:
             )
             options = {name: value for name, value in self._options(plan).items() if DEFAULTS.get(name) != value}
             words = [begin, *(f"--{name} {_word(value)}" for name, value in options.items()), DATA[self.args.task]]
-            if self.sees:
-                words = [f"{name}={value!r}," for name, value in options.items() if name not in OF_COMMANDS]
             text = " ".join(word.replace(" ", "\0") for word in words)  # no break within
             how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * 4}
             command = textwrap.wrap(text, terminal_width() - 2, initial_indent="  ", **how)
-            lines.append((" \\\n" if not self.sees else "\n").join(command).replace("\0", " "))
+            lines.append(" \\\n".join(command).replace("\0", " "))
         if not any(self.best.values()):
             lines.append("Nothing fits, in micro-batches of one sequence neither. Lower --sequence_length.")
         return "\n".join(lines) + "\n"
@@ -264,6 +254,8 @@ class _Report:
         args, length, task = self.args, plan.setup.sequence_length, self.args.task
         values: dict[str, Any] = {"model": args.model, "dtype": plan.way.weights}
         values[LENGTHS[task]] = max(length // 2, 1) if task in COMPLETES else length
+        if self.sees:
+            values.pop("max_length", None)  # which would cut images
         if task == "distill":
             values["teacher"] = args.teacher
         if plan.way.kind != "full":

@@ -36,20 +36,20 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_hybrid.cli.console import print_line
 from hf_hybrid.cli.options import COMMAND, PRIVATE, TRAINING, OptionError
 from hf_hybrid.cli.yaml_file import ENVIRONMENT, as_yaml, read_options, split_private
-from hf_hybrid.files import delete_temporaries, open_to_append, write_json, write_text
+from hf_hybrid.files import delete_temporaries, open_to_append, own_folder, write_json, write_text
 from hf_hybrid.integrations.optuna import MAX_STEPS, ForecastPruner, FrozenTrial, TrialState, optuna
 from hf_hybrid.records.log import LOG_NAME, load_log
 from hf_hybrid.records.readings import as_dict, count_of, number, numbered, read_json
 from hf_hybrid.records.redaction import redact
 from hf_hybrid.saving.lock import own_lock
-from hf_hybrid.saving.manifest import digest_of, last_checkpoint
+from hf_hybrid.saving.manifest import last_checkpoint
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -82,24 +82,21 @@ class Outcome:
     state: TrialState
     loss: float | None = None
     reason: str = ""
-    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Note in the folder of a trial how it ended, with a checksum, as no other file says the same."""
-    values: dict[str, Any] = {"state": outcome.state.name.lower(), "eval_loss": outcome.loss, REASON: outcome.reason}
-    values |= {"parameters": outcome.parameters}
-    write_json(folder / OUTCOME_NAME, {**values, "xxh3_128": digest_of(values)})
+    """Note in the folder of a trial how it ended, as no other file says the same."""
+    values = {"state": outcome.state.name.lower(), "eval_loss": outcome.loss, REASON: outcome.reason}
+    write_json(folder / OUTCOME_NAME, values)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
     """Return how a trial ended; `None` if nothing says so, or what says so is damaged."""
     values = as_dict(read_json(folder / OUTCOME_NAME, []))
-    digest = values.pop("xxh3_128", None)
     state, loss = TrialState.__members__.get(str(values.get("state")).upper()), number(values.get("eval_loss"))
-    if digest != digest_of(values) or state not in ENDED or state == TrialState.COMPLETE and loss is None:
+    if state not in ENDED or state == TrialState.COMPLETE and loss is None:
         return None
-    return Outcome(state, loss, str(values.get(REASON) or ""), as_dict(values.get("parameters")))
+    return Outcome(state, loss, str(values.get(REASON) or ""))
 
 
 def ended_early(folder: Path) -> bool:
@@ -134,7 +131,7 @@ def logged(folder: Path) -> tuple[int | None, dict[int, float]]:
     follow no curve that could be forecast, and so give no losses.
     """
     max_steps, losses = None, {}
-    for line in load_log(folder, only=("step", MAX_STEPS, "loss", "reward")).lines:
+    for line in load_log(folder).lines:
         max_steps = count_of(line.get(MAX_STEPS)) or max_steps
         if "loss" in line and "reward" not in line:
             loss = number(line["loss"])
@@ -210,7 +207,7 @@ class Trials:
             REASON: outcome.reason,
             REWARDED: TRAINING[self.options.get(COMMAND, "train")].rewarded,
         }
-        parameters = self._parameters(folder, outcome)
+        parameters = self._parameters(folder)
         try:
             return optuna.trial.create_trial(
                 state=outcome.state,
@@ -223,21 +220,18 @@ class Trials:
         except (ValueError, TypeError):  # a value that is not in its distribution
             raise _of_another(folder) from None
 
-    def _parameters(self, folder: Path, outcome: Outcome) -> dict[str, Any]:
+    def _parameters(self, folder: Path) -> dict[str, Any]:
         """The values of a trial, whose other options must be those of this sweep."""
         try:
             options = as_dict(read_options((folder / TRIAL_NAME).read_text(encoding="utf-8")))
         except (OSError, ValueError):
-            options = {}
-        if not options and not outcome.parameters:
             raise OptionError(
                 f"`{folder / TRIAL_NAME}` is missing or damaged, so nothing says which values the trial had. Restore "
                 f"it, or move `{folder.name}` to another place."
-            )
-        missing = [name for name in self.distributions if name not in options]
-        if options and (missing or self._common(options) != self._common(self.options)):
+            ) from None
+        if self.distributions.keys() - options.keys() or self._common(options) != self._common(self.options):
             raise _of_another(folder)
-        return outcome.parameters or {name: options[name] for name in self.distributions}
+        return {name: options[name] for name in self.distributions}
 
     def _common(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options that are the same in all trials and stand in their files."""
@@ -263,7 +257,7 @@ class Trials:
             return study.ask(self.distributions).params
         [parameter] = self.parameters
         known = [trial for trial in trials if parameter.name in trial.params]  # of a lost trial nothing is known
-        standings = [(trial.params[parameter.name], self.pruner.standing(study, trial)) for trial in known]
+        standings = [(trial.params[parameter.name], self.pruner.standing(trial)) for trial in known]
         ended = {value: standing for value, standing in standings if standing is not None}
         running = [value for value, standing in standings if standing is None]
         value = parameter.next_value(self.count, ended, running)
@@ -291,7 +285,6 @@ class Trials:
             if parameters is None:
                 return None
             lock = self._take(f"{self.trial(number).name}.lock")
-            make_way(self.trial(number))
             self._write_options(number, parameters)
             return number, lock
         finally:
@@ -312,8 +305,7 @@ class Trials:
 
     def _write_options(self, number: int, parameters: dict[str, Any]) -> None:
         """Write the options of a trial, with which it begins."""
-        folder = self.trial(number)
-        folder.mkdir(exist_ok=True)
+        folder = own_folder(self.folder, self.trial(number).name)
         delete_temporaries(folder)
         values = {"logging_steps": 0.01, **self.options, **parameters, "output_dir": str(folder)}
         write_text(folder / TRIAL_NAME, as_yaml(values))
@@ -397,12 +389,11 @@ class Trials:
         return False
 
     def _end(self, number: int, state: TrialState, loss: float | None = None, reason: str = "") -> None:
-        parameters = self.study().trials[number].params
-        write_outcome(self.trial(number), Outcome(state, loss, reason, parameters))
+        write_outcome(self.trial(number), Outcome(state, loss, reason))
         study = self.study()
         trial, best = study.trials[number], best_trial(study)
         step, max_steps = trial_steps(trial)
-        outcome = outcome_text(study, self.pruner, trial)
+        outcome = outcome_text(self.pruner, trial)
         values = " ".join(f"{name}={_value_text(value)}" for name, value in trial.params.items())
         tell(f"trial {number}, {values}, step {step:,} of {max_steps:,}: {outcome}")
         for other in study.get_trials(deepcopy=False, states=ENDED):
@@ -411,15 +402,6 @@ class Trials:
 
 tell = functools.partial(print_line, unwrapped=True)
 """Write a line for the user."""
-
-
-def make_way(folder: Path) -> None:
-    """Give what lies in the place of a new trial another name: nothing that a sweep did not make is deleted."""
-    if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        names = (f"{folder.name}.earlier-{count}" for count in range(1, 10_000))
-        aside = next(folder.with_name(name) for name in names if not os.path.lexists(folder.with_name(name)))
-        os.replace(folder, aside)
-        tell(f"`{folder.name}` is none of this sweep, and is now `{aside.name}`")
 
 
 def _of_another(folder: Path) -> OptionError:
@@ -438,10 +420,10 @@ def table(study: optuna.Study, pruner: ForecastPruner, count: int) -> str:
     names = sorted({name for trial in trials for name in trial.params})
     rows = [("trial", *names, "steps", "outcome")]
     behind_all = (2, math.inf)  # of the unfinished ones
-    for trial in sorted(trials, key=lambda trial: pruner.standing(study, trial) or behind_all):
+    for trial in sorted(trials, key=lambda trial: pruner.standing(trial) or behind_all):
         step, max_steps = trial_steps(trial)
         values = [_value_text(trial.params.get(name, "-")) for name in names]
-        outcome = outcome_text(study, pruner, trial) + ("  <- best" if trial is best else "")
+        outcome = outcome_text(pruner, trial) + ("  <- best" if trial is best else "")
         rows.append((str(trial.number), *values, f"{step:,}/{max_steps:,}", outcome))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths[:-1])), row[-1]]) for row in rows]
@@ -460,7 +442,7 @@ def trial_steps(trial: FrozenTrial) -> tuple[int, int]:
     return max_steps if trial.state == TrialState.COMPLETE else trial.last_step or 0, max_steps
 
 
-def outcome_text(study: optuna.Study, pruner: ForecastPruner, trial: FrozenTrial) -> str:
+def outcome_text(pruner: ForecastPruner, trial: FrozenTrial) -> str:
     """What became of a trial, as a few words."""
     if trial.state == TrialState.COMPLETE and trial.value is not None:
         rewarded = trial.user_attrs.get(REWARDED)
@@ -468,11 +450,9 @@ def outcome_text(study: optuna.Study, pruner: ForecastPruner, trial: FrozenTrial
     if trial.state == TrialState.FAIL:
         return f"failed: {trial.user_attrs.get(REASON)}"
     if trial.state == TrialState.PRUNED:
-        end = pruner.expected_end(study, trial)
-        if end is None:
+        if (end := pruner.forecast(trial)) is None:
             return "diverged"
-        low, median, high = end
-        return f"ended early; training loss would end at {median:.3f} ({low:.3f} to {high:.3f})"
+        return f"ended early; training loss would end at {end.median:.3f} ({end.low:.3f} to {end.high:.3f})"
     return "unfinished"
 
 

@@ -15,18 +15,14 @@ what does not shifts the differences of all sequences alike. `int8` expands the 
 `int8_bitsandbytes` multiplies int8 by int8, so the inputs of every layer are rounded as well: faster, and noisier.
 
 **States.** AdamW keeps two values per trained weight, and no code reads them in skipped steps. On the host they come
-back to the last bit. In 8 bits, values are coded in blocks of 256 with one scale each (Dettmers et al., 2022, arXiv
-2110.02861, as in streaming/low_bit.py). Before an evaluation, a save or a push they are moved back, so that checkpoints
-hold whole states.
+back to the last bit, also before an evaluation, a save or a push, so that checkpoints hold whole states.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,26 +33,13 @@ from torch import Tensor, nn
 from hf_hybrid.machine import copies_beside, host_tensor, wait_for
 from hf_hybrid.part import Part, Phase
 from hf_hybrid.run.run import Run
-from hf_hybrid.streaming.low_bit import (
-    BLOCK,
-    CHUNK,
-    bitsandbytes_functional,
-    clear_false_zeros_,
-    dequantize_rows,
-    dynamic_map,
-    quantize_rows,
-)
+from hf_hybrid.streaming.low_bit import bitsandbytes_functional, dequantize_rows, quantize_rows
 from hf_hybrid.streaming.transfers import Transfers
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INT8 = ("int8", "int8_bitsandbytes")
 _CHOICES, _PHASES = ("auto", *DTYPES, *INT8), [phase.value for phase in Phase]
-
-
-def is_big(value: Any) -> bool:
-    """Whether an entry of an optimizer's state must move: it is a tensor and not a step counter."""
-    return torch.is_tensor(value) and value.numel() > 1
 
 
 def parse_precision(text: str) -> dict[Phase, str]:
@@ -68,23 +51,15 @@ def parse_precision(text: str) -> dict[Phase, str]:
     words: dict[str, str] = {}
     for part in text.lower().split(","):
         phase, _, precision = (word.strip() for word in part.rpartition("="))
-        for kind, word, choices in (("phase", phase, ["", *_PHASES]), ("precision", precision, _CHOICES)):
-            if word not in choices:
-                close = difflib.get_close_matches(word, choices, n=1, cutoff=0.4)
-                hint = f" Did you mean `{close[0]}`?" if close else ""
-                raise ValueError(
-                    f"`{word}` in `weight_precision={text}` is not a {kind}: choose one of "
-                    f"{', '.join(filter(None, choices))}.{hint}"
-                )
+        if phase not in ("", *_PHASES) or precision not in _CHOICES or phase in words:
+            raise ValueError(
+                f"`weight_precision={text}`: `{part}` must be a precision ({', '.join(_CHOICES)}), or one for a phase "
+                f"({', '.join(_PHASES)}) as in `full=bf16`, and each phase has one."
+            )
         if precision in INT8 and phase != Phase.PREDICT.value:
             raise ValueError(
                 f"`{precision}` in `weight_precision={text}` is for forward-only probes: write `predict={precision}`. "
                 "Nothing trains in it."
-            )
-        if phase in words:
-            raise ValueError(
-                f"`weight_precision={text}` gives a precision for {f'`{phase}`' if phase else 'all phases'} twice. "
-                "Keep one."
             )
         words[phase] = precision
     return {phase: words.get(phase.value, words.get("", "auto")) for phase in Phase}
@@ -159,8 +134,7 @@ class PhaseMemory(Part):
 
     Args:
         weight_precision (`str`): As [`parse_precision`] reads it.
-        predict_states (`str`): Where optimizer states are in Predict: `"stay"`, `"host"` (the run is the same to the
-            last bit) or `"8bit"` (quantised in place; second moments come back within a few percent).
+        predict_states (`str`): Where optimizer states are in Predict: `"stay"` or `"host"`.
         autocast (`str`, *optional*): `"bf16"` or `"fp16"` if the trainer computes under autocast. Without it only
             Predict can have a lower precision, and its probes then run under an autocast of their own.
 
@@ -171,11 +145,9 @@ class PhaseMemory(Part):
 
     def __init__(self, weight_precision: str = "auto", predict_states: str = "stay", *, autocast: str | None = None):
         self.precisions, self.autocast = parse_precision(weight_precision), autocast
-        if predict_states not in ("stay", "host", "8bit"):
-            raise ValueError(f"`predict_states` must be one of stay, host, 8bit, got `{predict_states}`.")
         self.predict_states = predict_states
         probes = self.precisions[Phase.PREDICT]
-        if predict_states == "8bit" or probes == "int8_bitsandbytes":
+        if probes == "int8_bitsandbytes":
             bitsandbytes_functional()
         self.int8 = probes in INT8
         self._int8_linear = _multiplied_linear if probes == "int8_bitsandbytes" else _expanded_linear
@@ -225,7 +197,7 @@ class PhaseMemory(Part):
 
     def on_phase_change(self, old: Phase, new: Phase) -> None:
         self._bring_states()
-        if new is Phase.PREDICT and self._optimizer is not None:
+        if new is Phase.PREDICT and self._optimizer is not None and self.predict_states == "host":
             self._send_states(self._optimizer.state)
 
     def before_export(self) -> None:
@@ -276,19 +248,14 @@ class PhaseMemory(Part):
         self._parked.clear()
 
     def _send_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        for parameter, state in list(states.items()):
-            if self.predict_states == "host":
-                for key, value in state.items():
-                    if is_big(value) and not in_host_memory(value):
-                        transfers = self._transfers.setdefault(value.device, Transfers(value.device))
-                        self._away.append((state, key, transfers))
-                        state[key] = host_tensor(value.shape, value.dtype, pin=False)
-                        transfers.send(value, state[key])
-            elif self.predict_states == "8bit":
-                states[parameter] = QuantizedState(state)
-                for key, value in state.items():
-                    if is_big(value) and value.is_floating_point() and value.shape == parameter.shape:
-                        states[parameter][key] = QuantizedTensor.of(value)
+        for state in states.values():
+            for key, value in state.items():
+                # Step counters stay.
+                if torch.is_tensor(value) and value.numel() > 1 and not in_host_memory(value):
+                    transfers = self._transfers.setdefault(value.device, Transfers(value.device))
+                    self._away.append((state, key, transfers))
+                    state[key] = host_tensor(value.shape, value.dtype, pin=False)
+                    transfers.send(value, state[key])
         for transfers in self._transfers.values():
             transfers.finish_sending()  # the memory that they leave is wanted now
 
@@ -297,10 +264,6 @@ class PhaseMemory(Part):
         self._away.clear()
         for state, key, fetched in coming:
             state[key] = fetched.take()
-        states = {} if self._optimizer is None else self._optimizer.state
-        for parameter, state in list(states.items()):
-            if isinstance(state, QuantizedState):
-                states[parameter] = {key: state[key] for key in state}
 
 
 def in_host_memory(tensor: Tensor) -> bool:
@@ -331,61 +294,3 @@ def _multiplied_linear(codes: Tensor, scales: Tensor, module: nn.Linear, input: 
     if module.bias is not None:
         out += module.bias
     return out.to(dtype).view(*input.shape[:-1], -1)
-
-
-@dataclass(frozen=True)
-class QuantizedTensor:
-    """
-    A tensor in block-wise 8 bits.
-
-    Of tensors without negative values (second moments) the square root is stored: it halves the orders of magnitude
-    that the codes have to span, nothing comes back negative, and only zero comes back as zero, which a step divides by.
-    """
-
-    codes: Tensor
-    absmax: Tensor
-    rooted: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> QuantizedTensor:
-        """Quantise; `tensor` is left as it is."""
-        codes = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
-        absmax = torch.empty(-(-tensor.numel() // BLOCK), device=tensor.device)
-        quantized = cls(codes, absmax, bool(tensor.min() >= 0), tensor.dtype)
-        for values, out, scales in quantized._chunks(tensor):
-            values = values.float().sqrt() if quantized.rooted else values.float()
-            bitsandbytes_functional().quantize_blockwise(values, absmax=scales, out=out, **quantized._options)
-            if quantized.rooted:
-                out.masked_fill_((out == 0) & (values > 0), 1).masked_fill_(values == 0, 0)
-            else:
-                clear_false_zeros_(out)
-        return quantized
-
-    def restore(self) -> Tensor:
-        """A new tensor of the old dtype."""
-        restored = torch.empty(self.codes.shape, dtype=self.dtype, device=self.codes.device)
-        for target, codes, absmax in self._chunks(restored):
-            values = bitsandbytes_functional().dequantize_blockwise(codes, absmax=absmax, **self._options)
-            target.copy_(values.square_() if self.rooted else values)
-        return restored
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"code": dynamic_map(not self.rooted, self.codes.device), "blocksize": BLOCK}
-
-    def _chunks(self, values: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Values, codes and scales of `CHUNK` elements at a time, so that a large moment needs little fp32 memory."""
-        flat = (values.reshape(-1).split(CHUNK), self.codes.view(-1).split(CHUNK))
-        return zip(*flat, self.absmax.split(CHUNK // BLOCK))
-
-
-class QuantizedState(dict):
-    """State of one parameter with tensors in 8 bits; a callback that reads one in Predict gets it restored."""
-
-    def __getitem__(self, key: object) -> Any:
-        value = super().__getitem__(key)
-        return value.restore() if isinstance(value, QuantizedTensor) else value
-
-    def get(self, key: object, default: Any = None, /) -> Any:
-        return self[key] if key in self else default

@@ -98,17 +98,16 @@ def load(folder: Path, dtype: torch.dtype, **quantization: Any) -> PreTrainedMod
     """
     in_gguf = {"gguf_file": GGUF_NAME} if (folder / GGUF_NAME).is_file() else {}
     try:
-        with gguf.quiet_reading():
-            # With `output_loading_info` it returns two things, which its annotation does not say.
-            model, loading = AutoModelForCausalLM.from_pretrained(  # ty: ignore[not-iterable]
-                folder,
-                dtype=dtype,
-                device_map={"": device()},
-                output_loading_info=True,
-                trust_remote_code=False,
-                **in_gguf,
-                **quantization,
-            )
+        # With `output_loading_info` it returns two things, which its annotation does not say.
+        model, loading = AutoModelForCausalLM.from_pretrained(  # ty: ignore[not-iterable]
+            folder,
+            dtype=dtype,
+            device_map={"": device()},
+            output_loading_info=True,
+            trust_remote_code=False,
+            **in_gguf,
+            **quantization,
+        )
     except Exception as error:  # whatever a broken file leads to
         raise ExportError(f"`{folder}` cannot be loaded: {error}") from error
     if wrong := sorted([*loading["missing_keys"], *map(str, loading["mismatched_keys"])]):

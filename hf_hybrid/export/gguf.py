@@ -22,8 +22,6 @@ Models and tokenizers of other kinds are refused: they need llama.cpp's own conv
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 from collections.abc import Generator
@@ -31,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hybrid.export.modelfile import MODELFILE_NAME, modelfile
@@ -214,17 +211,6 @@ def _tensors(model: PreTrainedModel, architecture: str) -> Generator[tuple[str, 
                 yield f"{name.removesuffix(parts[-1])}{part}.weight", half.contiguous()
         else:
             yield f"{name}.weight", tensor
-
-
-@contextlib.contextmanager
-def quiet_reading() -> Generator[None]:
-    """
-    Context to load a model in, which may be a GGUF file: transformers draws a bar over its tensors that transformers'
-    own switch for bars does not reach. Where the switch is off, what is written to stderr is dropped in here.
-    """
-    bars = transformers.logging.is_progress_bar_enabled()
-    with contextlib.nullcontext() if bars else contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:

@@ -80,7 +80,7 @@ def command(secrets: Iterable[str | None] = (), argv: Sequence[str] | None = Non
 
 def hardware(device: str, processes: int, devices: int) -> dict[str, str]:
     """Describe the hardware. `device` is the kind of the devices, `devices` their number over all processes."""
-    import torch  # here, because `hf-hybrid env` asks this file for the CPU also where torch is broken
+    import torch  # here, because `hf-hybrid env` asks this file for versions also where torch is broken
 
     from hf_hybrid.machine import describe_device
 

@@ -7,13 +7,10 @@ last, in the decay. This pruner compares where the trials *will end*. `forecast/
 loss of a run, with an interval, from the losses so far and the learning rates of all steps, also of those to come.
 
 A trial is ended when the probability that it ends below its strongest rival, by half a percent or more, is under a
-threshold. Three rules keep the verdict fair:
+threshold. Two rules keep the verdict fair:
 
 - **The rival counts with a loss that it will almost surely reach.** That is the upper end of its own interval, or the
   median once it has run to its end.
-- **Both are compared from the same step.** Early forecasts often have similar errors, because trials share data and
-  schedule. If the rival has made more steps, the error of its own forecast at the trial's step is known. If that
-  forecast was too high, the trial's forecast is lowered by the same factor. If it was too low, nothing changes.
 - **No verdict without evidence.** While there are too few losses for a forecast, the trial continues. Only a loss that
   is not finite ends a trial at once.
 
@@ -88,57 +85,26 @@ class ForecastPruner(optuna.pruners.BasePruner):
             return True
         if trial.last_step >= self.max_steps(trial):
             return False  # nothing is left to save
-        own, rival = self.forecast(trial), self._rival(study, trial, trial.last_step)
-        if own is None or rival is None:
-            return False
-        mark, correction = rival
-        return own.probability_below((mark - MARGIN * abs(mark)) / correction) < self.threshold
+        own, mark = self.forecast(trial), self._mark(study, trial)
+        return (
+            own is not None and mark is not None and own.probability_below(mark - MARGIN * abs(mark)) < self.threshold
+        )
 
-    def expected_end(self, study: optuna.Study, trial: FrozenTrial) -> tuple[float, float, float] | None:
-        """
-        Low, median and high (90 %) of the loss at which a trial would end, as it was judged: lowered by what is known
-        of its strongest rival. `None` if too little is known of it, or if its loss was not finite.
-        """
-        own = self.forecast(trial)
-        if own is None or trial.last_step is None:
+    def _mark(self, study: optuna.Study, trial: FrozenTrial) -> float | None:
+        """What the strongest other trial is nearly sure to reach; `None` without one that a forecast knows."""
+        others = study.get_trials(deepcopy=False)
+        others = [other for other in others if other.number != trial.number and other.state != TrialState.FAIL]
+        known = [(other, found) for other in others if (found := self.forecast(other)) is not None]
+        reached = (found.median if other.state == TrialState.COMPLETE else found.high for other, found in known)
+        return min(reached, default=None)
+
+    def forecast(self, trial: FrozenTrial) -> FinalLoss | None:
+        """Forecast the final loss of a trial; `None` if it reported too little, or a loss that was not finite."""
+        if trial.last_step is None:
             return None
-        rival = self._rival(study, trial, trial.last_step)
-        correction = 1.0 if rival is None else rival[1]
-        return correction * own.low, correction * own.median, correction * own.high
-
-    def _rival(self, study: optuna.Study, trial: FrozenTrial, last_step: int) -> tuple[float, float] | None:
-        """
-        Return what the strongest other trial is nearly sure to reach, and the factor by which its forecast was too high
-        after the `last_step` of `trial`, at most 1. `None` without another trial that a forecast knows.
-        """
-        rivals = []
-        for other in study.get_trials(deepcopy=False):
-            if other.number == trial.number or other.state == TrialState.FAIL:
-                continue
-            if (forecast := self.forecast(other)) is not None:
-                reached = forecast.median if other.state == TrialState.COMPLETE else forecast.high
-                rivals.append((reached, other.number, other, forecast))
-        if not rivals:
-            return None
-        mark, _, rival, latest = min(rivals)  # numbers differ, so trials are never compared
-        step = last_step if rival.last_step is None else min(last_step, rival.last_step)
-        earlier = self.forecast(rival, step)
-        if earlier is None or min(earlier.median, latest.median) <= 0:
-            return mark, 1.0
-        return mark, min(latest.median / earlier.median, 1.0)
-
-    def forecast(self, trial: FrozenTrial, step: int | None = None) -> FinalLoss | None:
-        """
-        Forecast the final loss of a trial from what it had reported by `step`, by default from all that it reported.
-
-        Returns `None` if that is too little, or if the loss was not finite.
-        """
-        step = trial.last_step if step is None else step
-        if step is None:
-            return None
-        key = (trial.number, step)
+        key = (trial.number, trial.last_step)
         if key not in self._forecasts:
-            losses = {at: loss for at, loss in sorted(trial.intermediate_values.items()) if at <= step}
+            losses = dict(sorted(trial.intermediate_values.items()))
             rates = scheduled_rates(self.args, self.max_steps(trial), trial.params)
             known = losses and all(map(math.isfinite, losses.values()))
             self._forecasts[key] = (
@@ -146,7 +112,7 @@ class ForecastPruner(optuna.pruners.BasePruner):
             )
         return self._forecasts[key]
 
-    def standing(self, study: optuna.Study, trial: FrozenTrial) -> tuple[int, float] | None:
+    def standing(self, trial: FrozenTrial) -> tuple[int, float] | None:
         """
         How good a trial was, for a comparison with others: the smallest is the best. `None` while it runs.
 
@@ -156,8 +122,8 @@ class ForecastPruner(optuna.pruners.BasePruner):
             return 0, trial.value
         if trial.state not in (TrialState.PRUNED, TrialState.FAIL):
             return None
-        end = self.expected_end(study, trial)
-        return 1, math.inf if end is None else end[1]
+        end = self.forecast(trial)
+        return 1, math.inf if end is None else end.median
 
     def max_steps(self, trial: FrozenTrial) -> int:
         """Optimizer steps of a trial."""

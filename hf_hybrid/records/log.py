@@ -6,7 +6,7 @@ A line that a kill or a full disk cut short costs no other line ([`append_line`]
 
 Nothing is rewritten. A training begins with a line `{"step": S, "begun": true, "max_steps": N}`, where `S` is 0 for a
 new run and the step of the checkpoint for a resumed one. It makes the steps after `S` again, so it supersedes the lines
-above it that belong to them, and readers leave these out ([`up_to`]). Each line after it has the `seconds` since then,
+above it that belong to them, and readers leave these out. Each line after it has the `seconds` since then,
 so that the time of a run that was killed and resumed can be summed up.
 """
 
@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,34 +119,25 @@ class Log:
         return sum(known) if known and len(known) == len(self.starts) else None, len(self.starts)
 
 
-def load_log(
-    folder: str | Path, notes: list[str] | None = None, only: Iterable[str] | None = None, name: str = LOG_NAME
-) -> Log:
+def load_log(folder: str | Path, notes: list[str] | None = None, name: str = LOG_NAME) -> Log:
     """
     Read the log of a run by its output folder: the lines that hold, without those that a later training superseded.
 
-    `notes` gets a sentence on lines that could not be read. Of `only` these keys the values are kept; `rewards/` keeps
-    all that begin so.
+    `notes` gets a sentence on lines that could not be read.
     """
-    log, ended, names = Log(), False, None if only is None else frozenset(only)
-    under = tuple(name for name in names or () if name.endswith("/"))
+    log, ended = Log(), False
     for line in read_lines(_log_in(Path(folder), name), [] if notes is None else notes):
         if "begun" in line:
-            log = Log(up_to(log.lines, line["step"]), [*log.starts, 0.0]) if line["step"] else Log(starts=[0.0])
+            # The run makes the steps after this one again.
+            held = [before for before in log.lines if before["step"] <= line["step"]] if line["step"] else []
+            log = Log(held, [*log.starts, 0.0] if line["step"] else [0.0])
             ended = False
         elif log.starts and not ended:  # an evaluation that follows the training is none of it
             runtime = number(line.get("train_runtime"))
             ended = runtime is not None
             log.starts[-1] = runtime if ended else number(line.get("seconds"))
-        if names is not None:
-            line = {key: value for key, value in line.items() if key in names or key.startswith(under)}
         log.lines.append(line)
     return log
-
-
-def up_to(lines: Iterable[dict], step: int) -> list[dict]:
-    """Return the lines that hold when a run goes on from `step`: it makes the later steps again."""
-    return [line for line in lines if line["step"] <= step]
 
 
 def _log_in(folder: Path, name: str) -> Path:

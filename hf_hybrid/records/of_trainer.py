@@ -108,13 +108,12 @@ class ReportingMixin(Trainer):
         folder: str | os.PathLike | None = None,
         *,
         eval_dataset: Any = None,
-        dtype: str = "auto",
-        max_shard_size: str = "50GB",
+        **options: Any,
     ) -> dict[str, Any]:
         """
         Write the model in 16 bits or in a low-bit format into `folder` (by default `output_dir` with `-FORMAT` after
         it), and measure its loss on `eval_dataset` (by default the trainer's) beside that of the original; see
-        [`~hf_hybrid.export.exporter.export`], also for what it returns.
+        [`~hf_hybrid.export.exporter.export`] for the other `options`, and for what it returns.
 
         Each is loaded from its files, so that memory must have room for one beside the trainer. Adapters are merged
         into their base, which is loaded anew.
@@ -138,5 +137,4 @@ class ReportingMixin(Trainer):
         card = Path(str(self.args.output_dir), "README.md")
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f"_{folder.name}.") as saved:
             self.save_model(saved, _internal_call=True)  # else it would push
-            options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
             return exporter.export(saved, folder, format, batches=batches, card=card, **options)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_hybrid.part import Phase
-
-T = TypeVar("T")
 
 PHASES = tuple(phase.value for phase in Phase)
 """Names of the phases in records, in the order of `Phase.index`."""
@@ -112,13 +110,6 @@ def peak_of(entry: dict) -> tuple[float | None, str]:
         return peak, "device"
     peak = reading(entry, "host.peak_rss")
     return reading(entry, "host.rss") if peak is None else peak, "host"
-
-
-def evenly(entries: Sequence[T], most: int) -> list[T]:
-    """`most` of the entries, evenly spaced from the first to the last; all of them if they are no more."""
-    if len(entries) <= most:
-        return list(entries)
-    return [entries[round(index * (len(entries) - 1) / (most - 1))] for index in range(most)]
 
 
 # The sum over the records of a memory profile, for its summary, the report and the model card.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from hf_hybrid.records.readings import PHASES, as_dict, count_of, evenly, number
+from hf_hybrid.records.readings import PHASES, as_dict, count_of, number
 from hf_hybrid.records.summary import HybridSummary
 from hf_hybrid.report.run_folder import Points, Run, leaps_made, verdicts_of
 from hf_hybrid.report.samples import samples_of
-from hf_hybrid.report.series import ACCEPTED, SCORES, series_of, speed
+from hf_hybrid.report.series import ACCEPTED, SCORES, series_of
 
-MOST_RECORDS = 1000
-"""Leaps, events and points of a series in `report.json`. `hybrid_log.jsonl` of the run has all."""
 PROFILER_HINT = (
     "Memory was not recorded. With `profile_memory=True` (`--profile_memory` on the command line) the next report "
     "has it over time, by phase and by category."
@@ -34,22 +32,21 @@ def findings(run: Run) -> dict:
             "backward_passes": _backward_passes(run),
             "seconds": _seconds(run),
             "peak_memory": run.memory.peak,
-            "tokens_per_second": speed(run),
+            "tokens_per_second": _speed(run),
         },
         "scores": _scores(run),
         "samples": sorted(samples_of(run.folder), key=lambda sample: -sample["step"]),
         "savings": dict(HybridSummary(run.record).savings_rows()),
         "phases": by_phase if leaps_made(run) and run.record_steps else {},
         "series": [
-            {"figure": row.figure, "panel": row.panel, "name": row.name, "points": evenly(row.points, MOST_RECORDS)}
-            for row in series_of(run)
+            {"figure": row.figure, "panel": row.panel, "name": row.name, "points": row.points} for row in series_of(run)
         ],
         "leaps": _leaps(run),
-        "leap_records": evenly(run.leaps, MOST_RECORDS),
+        "leap_records": run.leaps,
         "memory": {"peak": run.memory.peak, "by_phase": run.memory.phases, "held_at_the_end": held},
         "recoveries": run.recoveries,
         "events_seen": max(len(run.events), count_of(run.record.get("divergence_events_seen")) or 0),
-        "events": run.events[-MOST_RECORDS:],
+        "events": run.events,
         "options": run.config,
         "environment": {**as_dict(begun.get("hardware")), **as_dict(begun.get("versions"))},
         "notes": _notes(run),
@@ -66,14 +63,6 @@ def _notes(run: Run) -> list[str]:
         notes.append(f"The run set the learning rate itself: it ended at {scale:.3g} times the scheduled rate.")
     if hint := run.record.get("speed_hint"):
         notes.append(str(hint))
-    longest = max((len(row.points) for row in series_of(run)), default=0)
-    for count, what in (
-        (longest, "points of a series"),
-        (len(run.leaps), "leaps"),
-        (len(run.events), "divergence events"),
-    ):
-        if count > MOST_RECORDS:
-            notes.append(f"`report.json` has {MOST_RECORDS:,} of {count:,} {what}; `hybrid_log.jsonl` has all.")
     leaps = leaps_made(run)
     if lost := max(leaps - len(run.leaps), 0):
         notes.append(f"{lost:,} of {leaps:,} leaps left no record: `hybrid_log.jsonl` does not have them.")
@@ -153,6 +142,16 @@ def _seconds(run: Run) -> dict:
         return {"value": logged, "source": "log, to its last line"}
     total = sum(number(value) or 0.0 for value in as_dict(run.record.get("seconds_by_phase")).values())
     return {"value": total or None, "source": "steps alone, without evaluation and saving" if total else None}
+
+
+def _speed(run: Run) -> dict | None:
+    """The tokens per second of the whole run, as its summary or the trainer's last log entry has them."""
+    value, share = number(run.record.get("tokens_per_second")), number(run.record.get("device_share"))
+    if value is None:
+        logged = run.series("train_tokens_per_second")
+        return {"value": logged[-1][1], "source": "logged by the trainer"} if logged else None
+    computed = "" if share is None else f"; the device computed in {100 * share:.0f} % of the time"
+    return {"value": value, "source": f"without evaluation and saving{computed}"}
 
 
 def _leaps(run: Run) -> dict | None:

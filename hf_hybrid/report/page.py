@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from hf_hybrid.files import delete_temporaries, own_folder, plain, write_text
 from hf_hybrid.records.readings import as_dict
 from hf_hybrid.records.redaction import shareable
 from hf_hybrid.records.summary import format_bytes, format_number, format_seconds, html_table
 from hf_hybrid.report.findings import findings
-from hf_hybrid.report.plots import Plot, plots_available, run_plots
+from hf_hybrid.report.plots import plots_available, run_plots
 from hf_hybrid.report.run_folder import load_run
 from hf_hybrid.report.series import SCORES
 
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 INSTALL_HINT = 'Plots need matplotlib: pip install "hf-hybrid[report]", then make the report again.'
 MOST_ROWS = 300
 """Rows of a table in the page."""
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+HERE = Path(__file__).parent
 
 
-def write_report(folder: str | Path, output: str | Path | None = None, *, refresh: int | None = None) -> list[Path]:
+def write_report(folder: str | Path, output: str | Path | None = None) -> list[Path]:
     """
     Write a report on the `output_dir` of a run, which may have been killed or still be going on: `report.html`,
     `report.json`, and a PNG for each plot, in `output`, by default `report` in `folder`. Returns the files, the page
-    first. While the run is not finished, a browser loads the page anew after `refresh` seconds.
+    first.
 
     Without matplotlib everything but the plots is written, and the page says how to get them.
 
@@ -46,24 +46,29 @@ def write_report(folder: str | Path, output: str | Path | None = None, *, refres
     run = load_run(folder)
     values = shareable(findings(run))
     output = _output_folder(output, run.folder)
-    plots = run_plots(run, output) if plots_available() else []
-    if not plots_available():
+    plots, hints = [], []
+    if plots_available():
+        plots = run_plots(run, output)
+    else:
         logger.warning(INSTALL_HINT)
+        hints.append(INSTALL_HINT)
     files = [output / "report.html", output / "report.json", *(output / f"{plot.name}.png" for plot in plots)]
-    again = "" if refresh is None or run.finished else f'<meta http-equiv="refresh" content="{int(refresh)}">\n'
-    style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    page = (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        # Browsers request an icon unless one is named.
-        f'<link rel="icon" href="data:,">\n<title>{escape(values["name"])}: run report</title>\n'
-        f"<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(filter(None, _body(values, plots)))
-        + "\n<footer>Made by <code>hf-hybrid report</code>. The numbers are in the JSON file beside this page.</footer>"
-        "\n</body>\n</html>\n"
+    goes_on = [
+        one if one.get("ended") else {**one, "completion": f"{one['completion']} …"} for one in values["samples"]
+    ]
+    tables = {**values, "samples": goes_on}
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(
+        {**values, "notes": [*values["notes"], *hints]},
+        style=(HERE / "report.css").read_text(encoding="utf-8"),
+        cards=_cards(values),
+        plots=plots,
+        sections={
+            heading: [table for part in parts if (table := _table(tables, *part))]
+            for heading, parts in _SECTIONS.items()
+        },
     )
-    write_text(files[0], page)
+    write_text(files[0], page + "\n")
     values = {**values, "plots": [file.name for file in files[2:]]}
     write_text(files[1], json.dumps(plain(values), allow_nan=False) + "\n")
     return files
@@ -79,54 +84,6 @@ def _output_folder(named: str | Path | None, folder: Path) -> Path:
     output.mkdir(parents=True, exist_ok=True)
     delete_temporaries(output)
     return output
-
-
-def _body(values: dict, plots: Sequence[Plot]) -> list[str]:
-    goes_on = [
-        {**one, "completion": f"{one['completion']} …"} if not one.get("ended") else one for one in values["samples"]
-    ]
-    tables = {**values, "samples": goes_on}
-    return [
-        f"<header><h1>{escape(values['name'])}</h1>",
-        f'<p>{escape(values["status"])}</p><p class="muted"><code>{escape(values["folder"])}</code></p></header>',
-        _headline(values),
-        _note_list(values["notes"]),
-        *map(_figure, plots),
-        *(_section(heading, *(_table_at(tables, *one) for one in parts)) for heading, parts in _SECTIONS.items()),
-    ]
-
-
-# Elements of a page.
-
-
-def _section(title: str, *parts: str) -> str:
-    """A section under its heading; nothing if all parts are empty."""
-    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>" if any(parts) else ""
-
-
-def _table(headers: Sequence[str], rows: Sequence, caption: str, *, words: bool = False) -> str:
-    """A table that moves alone on a narrow screen; nothing without rows. `words`: aligned to the left."""
-    if not rows:
-        return ""
-    kind = "scroll words" if words else "scroll"
-    text = html_table(headers, rows, caption)
-    return f'<div class="{kind}" role="region" aria-label="{escape(caption)}" tabindex="0">{text}</div>'
-
-
-def _figure(plot: Plot) -> str:
-    """A plot under its title; what it shows stands below it."""
-    scrolls = f'<div class="scroll" role="region" aria-label="{escape(plot.title)}" tabindex="0">{plot.svg}</div>'
-    return _section(plot.title, f"<figure>{scrolls}<figcaption>{escape(plot.alt)}</figcaption></figure>")
-
-
-def _note_list(notes: Sequence[str]) -> str:
-    """Notes, with text between backticks as code; among them how to get plots, if there are none."""
-    items = ""
-    for note in [*notes, *([] if plots_available() else [INSTALL_HINT])]:
-        words = escape(note).split("`")
-        text = "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(words))
-        items += f"<li>{text}</li>"
-    return f'<aside class="notes" aria-label="Notes"><ul>{items}</ul></aside>' if items else ""
 
 
 def _format_loss(loss: float | None) -> str:
@@ -161,19 +118,16 @@ NUMBERS = (
 """The numbers of a run: label, place in the findings, how a value is shown, and a detail with its place."""
 
 
-def _headline(values: dict) -> str:
-    """The numbers that the run has, as cards. The loss of a policy that learns by rewards says nothing."""
+def _cards(values: dict) -> list[tuple[str, str, str]]:
+    """Label, value and detail of the numbers that the run has. The loss of learning by rewards says nothing."""
     hidden = ["headline.final_loss"] if "reward" in values["scores"] else []
     hidden += [] if values["leaps"] else ["headline.steps.predicted"]
-    cards = ""
+    cards = []
     for label, place, show, about, detail_place in NUMBERS:
-        if (value := _at(values, place)) is None or place.startswith(tuple(hidden)):
-            continue
-        detail = _at(values, detail_place)
-        detail = "" if detail is None else f"{about} {_cell('', detail)}".strip()
-        cards += f"<div><dt>{escape(label)}</dt><dd>{escape(show(value))}</dd>"
-        cards += f'<dd class="detail">{escape(detail)}</dd></div>'
-    return f'<dl class="headline">{cards}</dl>'
+        if (value := _at(values, place)) is not None and not place.startswith(tuple(hidden)):
+            detail = _at(values, detail_place)
+            cards.append((label, show(value), "" if detail is None else f"{about} {_cell('', detail)}".strip()))
+    return cards
 
 
 # Tables of the page of a run.
@@ -208,19 +162,21 @@ _SECTIONS = {
 """Tables by section: caption, dotted place in the findings, and the columns, which are dotted places in a row."""
 
 
-def _table_at(values: dict, caption: str, place: str, columns: str) -> str:
+def _table(values: dict, caption: str, place: str, columns: str) -> dict[str, Any] | None:
+    """A table for the page; `None` without rows. `words`: aligned to the left."""
     rows = _at(values, place) or []
     if isinstance(rows, dict):  # by name
         named = ((name, row if isinstance(row, dict) else {"value": row}) for name, row in rows.items())
         rows = [{"name": name, **row} for name, row in named]
     rows = rows[-MOST_ROWS:]
+    if not rows:
+        return None
     known = [column for column in columns.split() if any(_at(row, column) not in (None, 0) for row in rows)]
     cells = [[_cell(column, _at(row, column)) for column in known] for row in rows]
     headings = [_HEADINGS.get(column) or re.sub("[._]", " ", column.removeprefix("accounted.")) for column in known]
-    if known == ["name", "value"]:
-        headings = []
-    text = _table(headings, cells, caption, words={"value", "completion", "error", "reason"} & {*known} != set())
-    return f"<details><summary>{len(rows):,} rows</summary>{text}</details>" if len(rows) > 24 else text
+    html = html_table([] if known == ["name", "value"] else headings, cells, caption)
+    words = not {"value", "completion", "error", "reason"}.isdisjoint(known)
+    return {"caption": caption, "html": html, "words": words, "count": len(rows)}
 
 
 def _at(entry: object, place: str) -> Any:

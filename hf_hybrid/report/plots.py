@@ -1,7 +1,7 @@
 """
 One painter for the table of series: each figure of a run.
 
-[`draw`] writes a figure as PNG and as SVG for the page, which takes its colours from the page, so that light and dark
+A figure is written as PNG and as SVG for the page, which takes its colours from the page, so that light and dark
 both work. Matplotlib is optional: it is imported when something is drawn, through its object-oriented interface.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -40,12 +39,9 @@ TITLES = {
     "scores": "Accuracy and reward",
     "rate": "Learning rate",
     "gradient": "Gradient norm",
-    "speed": "Tokens/s",
     "memory": "Memory",
 }
 """Figures in the order of the page."""
-MOST_POINTS = 1500
-"""More points than that are thinned."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +61,9 @@ def plots_available() -> bool:
 
 def run_plots(run: Run, folder: Path) -> list[Plot]:
     """All figures of a run for which something was recorded, as PNG in `folder` and as SVG."""
-    table, plots = series_of(run), []
-    for name, title in TITLES.items():
-        if rows := [row for row in table if row.figure == name]:
-            plots.append(draw(name, title, _alt(title, rows), lambda figure, rows=rows: paint(figure, rows), folder))
-    return plots
+    table = series_of(run)
+    figures = {name: [row for row in table if row.figure == name] for name in TITLES}
+    return [_draw(name, rows, folder) for name, rows in figures.items() if rows]
 
 
 def _alt(title: str, rows: Sequence[Series]) -> str:
@@ -79,8 +73,8 @@ def _alt(title: str, rows: Sequence[Series]) -> str:
     return f"{title} by step. {'; '.join(texts)}."
 
 
-def draw(name: str, title: str, alt: str, painter: Callable[[Any], None], folder: Path) -> Plot:
-    """Write `NAME.png` in `folder`, and return the plot for the page. The painter fills an empty figure."""
+def _draw(name: str, rows: Sequence[Series], folder: Path) -> Plot:
+    """Write `NAME.png` in `folder`, and return the plot for the page."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -88,11 +82,12 @@ def draw(name: str, title: str, alt: str, painter: Callable[[Any], None], folder
     with matplotlib.rc_context({"svg.hashsalt": name}, Path(__file__).parent / "plots.mplstyle"):  # ids differ by plot
         figure = Figure(figsize=(9.0, 3.2), layout="constrained")
         FigureCanvasAgg(figure)
-        painter(figure)
+        _paint(figure, rows)
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=150, facecolor="white")
         write_bytes(folder / f"{name}.png", image.getvalue())
-        return Plot(name, title, alt, _svg(figure, alt))
+        alt = _alt(TITLES[name], rows)
+        return Plot(name, TITLES[name], alt, _svg(figure, alt))
 
 
 def _svg(figure, alt: str) -> str:
@@ -113,7 +108,7 @@ def _svg(figure, alt: str) -> str:
 # The painter.
 
 
-def paint(figure, rows: Sequence[Series]) -> None:
+def _paint(figure, rows: Sequence[Series]) -> None:
     """The rows of a figure, panel under panel."""
     panels = list(dict.fromkeys(row.panel for row in rows))
     figure.set_figheight(0.9 + 2.2 * len(panels))
@@ -128,8 +123,8 @@ def paint(figure, rows: Sequence[Series]) -> None:
 
 def _paint_panel(axis, rows: Sequence[Series]) -> None:
     """
-    Lines with their names above them. Many noisy points are drawn faintly, and the line is their running mean. The
-    first step, the last step and every peak of a long run are drawn.
+    Lines with their names above them. Many noisy points are drawn faintly, and the line is their running mean.
+    Matplotlib leaves out of a long run what cannot be seen.
     """
     figure, panel = rows[0].figure, rows[0].panel
     values = [value for row in rows for _, value in row.points]
@@ -140,12 +135,12 @@ def _paint_panel(axis, rows: Sequence[Series]) -> None:
         points, name, colour = [(step, value / scale) for step, value in row.points], row.name, PALETTE[row.colour]
         options: dict[str, Any] = {}
         if len(points) >= 100 and figure not in ("memory", "rate"):
-            axis.plot(*zip(*thinned(points)), color=colour, alpha=0.22, linewidth=0.7)
+            axis.plot(*zip(*points), color=colour, alpha=0.22, linewidth=0.7)
             width = max(10, len(points) // 50)
             points, name = running_mean(points, width), f"{name}, mean of {width}"
         elif len(points) < 60 and (row.name == "eval" or len(points) < 20):
             options = {"marker": "o", "markersize": 3}
-        axis.plot(*zip(*thinned(points)), color=colour, label=name, **options)
+        axis.plot(*zip(*points), color=colour, label=name, **options)
     axis.set_ylabel(panel + unit)
     if [row.name for row in rows] != [panel]:  # in one row above the plot, where it covers nothing
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6, borderaxespad=0.2, columnspacing=1.0)
@@ -153,28 +148,14 @@ def _paint_panel(axis, rows: Sequence[Series]) -> None:
         axis.set_yscale("log", subs=[])
         few = max(values) > 1000 * min(values)  # only powers of ten, or also 2 and 5 times as much
         axis.yaxis.get_major_locator().set_params(subs=(1.0,) if few else (1.0, 2.0, 5.0))
-    elif figure in ("memory", "rate", "speed"):
+    elif figure in ("memory", "rate"):
         axis.set_ylim(min(0, 1.12 * min(values)) / scale, 1.12 * max(max(values), 1e-9) / scale)
     axis.yaxis.set_major_formatter("{x:g}" if figure == "rate" else "{x:,g}")  # `3e-05`, without an offset beside it
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """About `most` points at most: of each stretch the lowest and the highest, so that no peak is lost."""
-    points = list(points)
-    if len(points) <= most:
-        return points
-    size, kept = math.ceil(2 * len(points) / most), []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
-    return kept
-
-
 def running_mean(points: Points, width: int) -> Points:
     """Mean over `width` successive points, at the middle one of them."""
-    total, means = 0.0, []
-    for index, (_, value) in enumerate(points):
-        total += value - (points[index - width][1] if index >= width else 0.0)
-        if index >= width - 1:
-            means.append((points[index - width // 2][0], total / width))
-    return means
+    import numpy
+
+    means = numpy.convolve([value for _, value in points], numpy.full(width, 1 / width), "valid")
+    return [(step, mean) for (step, _), mean in zip(points[width - 1 - width // 2 :], means.tolist())]

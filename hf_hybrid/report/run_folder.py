@@ -23,13 +23,6 @@ Points = list[tuple[int, float]]
 _SUMMARY, _STATE = "hybrid_summary.json", "trainer_state.json"
 _OF_PARTS = ("begun", "leap", "event")
 """Keys of lines that Trainer's log does not have."""
-_SHOWN = (
-    "step", *_OF_PARTS, "max_steps", "hardware", "versions", "loss", "eval_loss", "learning_rate", "grad_norm",
-    "train_runtime", "summary", "seconds", "num_tokens", "num_input_tokens_seen", "tokens_per_second",
-    "mean_token_accuracy", "eval_mean_token_accuracy", "accuracy", "eval_accuracy", "reward", "eval_reward",
-    "train_tokens_per_second", "rewards/", "eval_rewards/", "hybrid/",
-)  # fmt: skip
-"""What a report shows of a line of the log. It does not hold the rest, because a log can have a million lines."""
 
 
 @dataclass
@@ -58,7 +51,7 @@ class Run:
     max_steps: int | None
     finished: bool
     log: Log
-    """`hybrid_log.jsonl` as it is read: the time of each start, and lines with what a report shows of them."""
+    """`hybrid_log.jsonl` as it is read, with the time of each start."""
     notes: list[str] = field(default_factory=list)
     """Notes on files that could not be read."""
 
@@ -77,24 +70,16 @@ class Run:
         return [(step, value) for step, value in values if value is not None]
 
 
-class NothingYetError(ValueError):
-    """A folder holds nothing that a report could show. A run that has just begun may bring it."""
-
-    def __init__(self, message: str, folder: Path):
-        super().__init__(message)
-        self.folder = folder
-
-
 def load_run(folder: str | Path) -> Run:
     """
     Read the output folder of a `HybridTrainer` or `Trainer`, or one of its checkpoints. Raises `ValueError` if there is
-    none, and [`NothingYetError`] if it holds nothing yet that a report could show.
+    none, or it holds nothing that a report could show.
     """
     folder, notes = Path(folder), list[str]()
     if not folder.is_dir():
         raise ValueError(f"`{folder}` is not a folder. Pass the `output_dir` of a run.")
     config = _read(folder / "hybrid_config.json", notes)
-    log = load_log(folder, notes, _SHOWN)
+    log = load_log(folder, notes)
     checkpoint, state = _farthest_checkpoint(folder, notes)
     saved = _read(folder / checkpoint / "hybrid_state.json", notes)
     profile = load_log(folder / PROFILE, notes, name="steps.jsonl")
@@ -156,18 +141,14 @@ def leaps_made(run: Run) -> int:
 def verdicts_of(run: Run) -> Counter[str]:
     """Number of leaps by verdict: from the records of the leaps, or from the counters where those go farther."""
     known = Counter(str(leap.get("verdict")) for leap in run.leaps)
-    last = Counter(str(leap.get("verdict")) for leap in with_steps(run.record.get("leaps")))
-    totals, earlier = (
-        Counter({str(verdict): count_of(count) or 0 for verdict, count in as_dict(run.record.get(name)).items()})
-        for name in ("leaps_by_verdict", "earlier_verdicts")
-    )
-    return max(known, totals, last + earlier, key=Counter.total)
+    totals = {str(name): count_of(count) or 0 for name, count in as_dict(run.record.get("leaps_by_verdict")).items()}
+    return max(known, Counter(totals), key=Counter.total)
 
 
 def _nothing_to_report(folder: Path, started: bool, notes: list[str]) -> ValueError:
     if started:
         message = f"`{folder}` holds a run that has logged and saved nothing, so there is nothing to report on. "
-        return NothingYetError(" ".join([message + "A lower `logging_steps` logs earlier.", *notes]), folder)
+        return ValueError(" ".join([message + "A lower `logging_steps` logs earlier.", *notes]))
     trials = sorted(
         path.parent.name for path in folder.glob(f"*/{LOG_NAME}") if not re.match(CHECKPOINT, path.parent.name)
     )
@@ -180,7 +161,7 @@ def _nothing_to_report(folder: Path, started: bool, notes: list[str]) -> ValueEr
         f"`{folder}` holds nothing to report on: no readable `hybrid_log.jsonl`, `hybrid_summary.json`, "
         "`checkpoint-*/trainer_state.json` or `profile/steps.jsonl`. Pass the `output_dir` of a run."
     )
-    return NothingYetError(" ".join([message, *notes]), folder)
+    return ValueError(" ".join([message, *notes]))
 
 
 def _farthest_checkpoint(folder: Path, notes: list[str]) -> tuple[str, dict]:

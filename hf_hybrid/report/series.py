@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_hybrid.records.readings import number, reading
+from hf_hybrid.records.readings import reading
 from hf_hybrid.report.run_folder import Points, Run
 
 ACCEPTED = ("unprobed", "kept", "shrunk")
@@ -22,12 +22,8 @@ SCORES = (
     ("accuracy", "Accuracy"),
 )
 """Keys of the log, and what they are called. The first that a run has is its headline."""
-_TOKENS = ("num_tokens", "num_input_tokens_seen")
-_SPEEDS = ("tokens_per_second", "train_tokens_per_second")
 _MOST_PARTS = 8
 """Reward functions, or rewards of completions, that are shown."""
-_SHORTEST = 0.1
-"""Seconds between two log entries from which a speed is computed; the log has thousandths of a second."""
 _MEMORY = (
     ("device", "peak allocated", "ink", "device.peak_allocated"),
     ("device", "reserved", "muted", "device.peak_reserved"),
@@ -67,7 +63,6 @@ def series_of(run: Run) -> list[Series]:
     rows.append(Series("rate", "learning rate", "learning rate", "ink", run.series("learning_rate")))
     norms = [(step, norm) for step, norm in run.series("grad_norm") if norm > 0]  # the axis is logarithmic
     rows.append(Series("gradient", "gradient norm", "training", "ink", norms))
-    rows.append(Series("speed", "tokens/s", "training", "ink", speed_of(run)))
     for place, name, colour, key in _MEMORY:
         values = ((entry["step"], reading(entry, key)) for entry in run.profile.lines)
         points = [(step, value) for step, value in values if value is not None]
@@ -84,45 +79,3 @@ def parts_of(run: Run) -> list[tuple[str, Points]]:
     named = [(key.removeprefix("rewards/").removesuffix("/mean"), key) for key in means]
     named = named or [(name, f"rewards/{name}") for name in ("chosen", "rejected", "margins")]
     return [(name, points) for name, key in named[:_MOST_PARTS] if (points := run.series(key))]
-
-
-def _intervals(run: Run) -> list[tuple[int, float, float]]:
-    """Return step, tokens and seconds between entries with a loss. Each start of a run has its own clock."""
-    intervals: list[tuple[int, float, float]] = []
-    before: tuple[float, float] | None = None
-    for line in run.log.lines:
-        if "begun" in line:
-            before = None
-        seen = next((value for name in _TOKENS if (value := number(line.get(name))) is not None), None)
-        clock = number(line.get("seconds"))
-        if "loss" not in line or seen is None or clock is None:
-            continue
-        if before is None or seen < before[0] or clock < before[1]:
-            before = seen, clock
-        elif clock - before[1] >= _SHORTEST:
-            intervals.append((line["step"], seen - before[0], clock - before[1]))
-            before = seen, clock
-    return intervals
-
-
-def speed_of(run: Run) -> Points:
-    """Return tokens per second by step: between entries of the log, or else as the trainer logged it."""
-    intervals = [(step, tokens / seconds) for step, tokens, seconds in _intervals(run)]
-    return intervals or next(filter(None, map(run.series, _SPEEDS)), [])
-
-
-def speed(run: Run) -> dict | None:
-    """Return the tokens per second of the whole run, the tokens, and the source; `None` if no tokens were counted."""
-    intervals = _intervals(run)
-    counted = next(filter(None, map(run.series, _TOKENS)), [])
-    tokens = counted[-1][1] if counted else None
-    if (value := number(run.record.get("tokens_per_second"))) is not None:
-        share = number(run.record.get("device_share"))
-        computed = "" if share is None else f"; the device computed in {100 * share:.0f} % of the time"
-        return {"value": value, "tokens": tokens, "source": f"without evaluation and saving{computed}"}
-    if intervals:
-        value = sum(tokens for _, tokens, _ in intervals) / sum(seconds for *_, seconds in intervals)
-        return {"value": value, "tokens": tokens, "source": "log, with evaluation and saving"}
-    if logged := speed_of(run):
-        return {"value": logged[-1][1], "tokens": tokens, "source": "logged by the trainer"}
-    return None if tokens is None else {"value": None, "tokens": tokens, "source": None}

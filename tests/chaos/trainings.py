@@ -181,7 +181,6 @@ MODES: dict[str, Mode] = {
     "bf16": Mode({"bf16": True}),
     "weights in bf16 and int8": Mode({"weight_precision": "full=bf16,predict=int8", "bf16": True, **EVERY}),
     "states on the host": Mode({"predict_states": "host", **EVERY}),
-    "states in 8 bit": Mode({"predict_states": "8bit", **EVERY}),
     "phases checkpointed": Mode({"checkpoint_phases": "full,correct"}),
     "streamed": Mode({**STREAMED, **EVERY}),
     "streamed, plain": Mode({**STREAMED, "enable_predict": False}),

@@ -16,13 +16,12 @@ def test_env_is_a_list_for_a_bug_report(monkeypatch, capsys):
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     assert all(line.startswith("- ") for line in text.splitlines())
-    assert re.search(r"- torch: 2\.\d+", text) and re.search(r"- RAM: [\d.]+ GiB, [\d.]+ GiB available", text)
-    assert "- CUDA_VISIBLE_DEVICES: 7" in text and "- GPUs: " in text
+    assert re.search(r"- torch: 2\.\d+", text) and re.search(r"- RAM: [\d.]+ GiB", text)
+    assert "- CUDA_VISIBLE_DEVICES: 7" in text and "- CUDA of torch: " in text
     assert "hf_xxx" not in text and str(Path.home()) not in text and str(ROOT) not in text
 
 
-def test_env_says_what_is_missing_and_does_not_fail(monkeypatch):
+def test_env_does_not_fail_where_torch_is_broken(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setattr(env.metadata, "distributions", list)
     text = env.report()
-    assert "- peft: not installed" in text and "- GPUs: unknown (ModuleNotFoundError)" in text
+    assert "- hf_hybrid: " in text and "- Hardware: unknown (ModuleNotFoundError)" in text

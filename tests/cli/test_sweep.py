@@ -93,7 +93,7 @@ def states_in(folder):
 def trial_in(folder):
     values = yaml.safe_load((folder / "trial.yaml").read_text())
     outcome = trials.read_outcome(folder) or trials.Outcome(TrialState.RUNNING)
-    return SimpleNamespace(state=outcome.state, value=outcome.loss, params=outcome.parameters, values=values)
+    return SimpleNamespace(state=outcome.state, value=outcome.loss, values=values)
 
 
 def interrupt(folder):
@@ -183,7 +183,7 @@ def test_values_are_read_as_train_reads_them(config):
 @pytest.mark.processes
 def test_a_sweep_finds_the_best_rate_and_ends_the_others_early(config, made_up, start, folder):
     said, _ = start(*WORDS)
-    states = {trial.params["learning_rate"]: trial.state for trial in trials_in(folder)}
+    states = {trial.values["learning_rate"]: trial.state for trial in trials_in(folder)}
     assert states == {0.01: TrialState.COMPLETE, 1.0: TrialState.PRUNED, 1e-4: TrialState.PRUNED,
                       1e-3: TrialState.COMPLETE}  # fmt: skip
     assert re.search(r"^ *\d +0.001  20/20  held-out loss 2.0310  <- best$", said, flags=re.M)
@@ -220,11 +220,12 @@ def test_several_parameters_are_tried_together_and_more_trials_go_on(made_up, st
     words = ["--learning_rate", "9e-4..1.1e-3", "--param", "lora_r=4,8", "--trials"]
     start(*words, "2")
     start(*words, "3")
-    tried = [trial.params for trial in trials_in(folder)]
+    tried = [trial.values for trial in trials_in(folder)]
     assert len(tried) == 3 and all(9e-4 <= p["learning_rate"] <= 1.1e-3 and p["lora_r"] in (4, 8) for p in tried)
-    assert len({params["learning_rate"] for params in tried}) == 3
+    assert len({values["learning_rate"] for values in tried}) == 3
     written = yaml.safe_load((folder / "best.yaml").read_text())
-    assert {name: written[name] for name in tried[0]} in tried
+    pairs = [(values["learning_rate"], values["lora_r"]) for values in tried]
+    assert (written["learning_rate"], written["lora_r"]) in pairs
 
 
 @pytest.mark.processes
@@ -243,7 +244,7 @@ def test_a_wider_range_goes_on_and_a_narrower_one_is_refused(made_up, start, fol
     before = trials_in(folder)
     start("--learning_rate", "1e-3..2e-3", "--trials", "3")
     after = trials_in(folder)
-    assert after[:2] == before and [trial.params["learning_rate"] for trial in after[2:]] == [0.002]
+    assert after[:2] == before and [trial.values["learning_rate"] for trial in after[2:]] == [0.002]
     _, said = start("--learning_rate", "1.2e-3..2e-3", "--trials", "3", status=2)
     assert "holds a trial with other options or other values" in said
 
@@ -290,7 +291,7 @@ def test_commands_at_a_time_make_each_trial_once(config, made_up, folder, monkey
     words = ["sweep", "--config", str(config), "--learning_rate", "1e-3,1.1e-3,1.2e-3,1.3e-3", "--trials", "4"]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(main, [words] * 2)) == [0, 0]
-    rates = [trial.params["learning_rate"] for trial in trials_in(folder)]
+    rates = [trial.values["learning_rate"] for trial in trials_in(folder)]
     assert sorted(rates) == [1e-3, 1.1e-3, 1.2e-3, 1.3e-3] and set(states_in(folder)) == {TrialState.COMPLETE}
 
 
@@ -442,12 +443,12 @@ def test_nothing_else_is_needed_to_go_on(finished, start):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("content", ["[", '{"state": "complete", "eval_loss": 0.1}', "changed"])
+@pytest.mark.parametrize("content", ["[", '{"state": "complete"}'])
 def test_a_trial_whose_outcome_is_damaged_goes_on(finished, start, content):
     [best] = [path.parent for path in finished.glob("trial-*/model.safetensors")]
     outcome = best / "outcome.json"
     whole = outcome.read_text()
-    outcome.write_text(content if content != "changed" else whole.replace("2.03", "1.03"))
+    outcome.write_text(content)
     assert f"trial {int(best.name[-3:])} was interrupted and goes on" in start(*WORDS)[0]
     assert outcome.read_text() == whole
 
@@ -475,8 +476,7 @@ def test_what_cannot_be_told_is_refused_and_nothing_is_deleted(config, finished,
     config.write_text(config.read_text() + "weight_decay: 0.5\n")
     assert "holds a trial with other options or other values" in refused(*WORDS)
     config.write_text(config.read_text().replace("weight_decay: 0.5\n", ""))
-    for name in ("trial.yaml", "outcome.json"):
-        (finished / "trial-001" / name).write_text("[")
+    (finished / "trial-001" / "trial.yaml").write_text("[")
     assert "nothing says which values the trial had" in refused(*WORDS)
     shutil.rmtree(finished / "trial-001")
     assert "failed: its folder is missing" in start(*WORDS)[0]
@@ -505,18 +505,6 @@ def test_a_sweep_writes_through_no_link(made_up, start, folder):
     start(*TWO)
     assert (precious / "file").read_text() == "of another user"
     assert trials_in(folder)[2].state == TrialState.COMPLETE
-
-
-def test_what_lies_in_the_place_of_a_new_trial_gets_another_name(tmp_path, capsys):
-    folder = tmp_path / "trial-000"
-    (tmp_path / "trial-000.earlier-1").touch()
-    folder.mkdir()
-    trials.make_way(folder)
-    assert folder.is_dir() and not capsys.readouterr().out, "it is empty"
-    (folder / "model.safetensors").write_text("weights")
-    trials.make_way(folder)
-    assert not folder.exists() and (tmp_path / "trial-000.earlier-2" / "model.safetensors").read_text() == "weights"
-    assert capsys.readouterr().out == "`trial-000` is none of this sweep, and is now `trial-000.earlier-2`\n"
 
 
 # Real trainings.

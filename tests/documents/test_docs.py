@@ -61,10 +61,6 @@ STAND_INS: dict[str, list[tuple[str, str]]] = {
     "docs/exact_skips.md": [
         ('"Qwen/Qwen3-0.6B"', "TINY"),
         ('load_dataset("trl-lib/ultrafeedback_binarized", split="train")', "preferences"),
-        (
-            "train_dataset=preferences)",
-            'train_dataset=preferences, args=__import__("trl").RewardConfig("out", bf16=False, max_steps=2))',
-        ),
     ],
     "docs/grpo.md": [
         ('"Qwen/Qwen2-0.5B-Instruct"', "TINY"),

@@ -16,7 +16,6 @@ OPTIONS = {
     "int8": ({"weight_precision": "predict=int8", "probe_budget": 1.0}, "phase_memory"),
     "bf16": ({"weight_precision": "full=bf16", "bf16": True}, "phase_memory"),
     "host": ({"predict_states": "host"}, "phase_memory"),
-    "8bit": ({"predict_states": "8bit"}, "phase_memory"),
 }
 
 
@@ -45,8 +44,6 @@ def unloaded(monkeypatch):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_adds_its_part_and_resumes_to_the_last_bit(option, tmp_path):
     options, part = OPTIONS[option]
-    if option == "8bit":
-        pytest.importorskip("bitsandbytes")
     whole, seen = train(tmp_path, **options)
     assert seen.modules[part].startswith("hf_hybrid.experimental.")
     assert whole.hybrid_summary()["predicted_steps"] > 0 and losses(whole)[-1] < losses(whole)[0]
@@ -65,5 +62,5 @@ def test_a_run_that_asks_for_none_loads_none(unloaded, tmp_path):
 
 
 def test_a_word_that_cannot_be_read_is_refused_with_the_config(tmp_path):
-    with pytest.raises(ValueError, match="Did you mean `int8_bitsandbytes`"):
+    with pytest.raises(ValueError, match="`predict=int8_bitsandbits` must be a precision .*int8_bitsandbytes"):
         train(tmp_path, weight_precision="predict=int8_bitsandbits")

@@ -572,8 +572,6 @@ training("fast_streamed", **STREAM, preset="fast", expect=ORTHOGONALISED)
 training("plain")
 training("checkpointed", **LEAPS, **ALONG_GRADIENTS, checkpoint_phases="full,correct")
 training("states_on_host", **LEAPS, **ALONG_GRADIENTS, predict_states="host")
-training("states_eight_bit", **LEAPS | {"max_steps": 7}, **ALONG_GRADIENTS, predict_states="8bit",
-         expect=ROUNDED_STATES | {"tolerance": 1e-3})  # fmt: skip
 training("bf16_copies", **LEAPS, **ALONG_GRADIENTS, bf16=True, weight_precision="full=bf16,correct=bf16",
          expect={"beside": "device"})  # fmt: skip
 
@@ -1701,7 +1699,7 @@ SLOW = (
     "rollouts_under_dropout", "rows_in_one_call", "rows_streamed", "saves_eight_bit", "saves_lora_int8", "sft_streamed",
     "sgd", "some_resident_bf16", "some_resident_by_micro_batch", "some_resident_eight_bit",
     "some_resident_fetched_far_ahead", "some_resident_leaps", "some_resident_parked", "some_resident_saves",
-    "states_eight_bit", "states_on_host", "states_on_host_and_saves", "trained_twice", "two_trainers",
+    "states_on_host", "states_on_host_and_saves", "trained_twice", "two_trainers",
     "uneven_by_micro_batch",
 )  # fmt: skip
 """Run with `-m slow` alone: combinations of what other scenarios have."""
