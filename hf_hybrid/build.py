@@ -168,6 +168,9 @@ def check_trainable(trainer: BuiltTrainer) -> None:
 def start_run(trainer: BuiltTrainer) -> Run:
     """Build the run that `trainer` is about to start, without leaps if they cannot work. Say what is left out."""
     optimizer = optimizers.inner_optimizer(trainer.optimizer)
+    if trainer.rows is not None:
+        in_order = trainer.memory.streams or sharding_of(trainer.args) is not None
+        trainer.rows.comparison.in_any_order = not in_order
     if trainer.is_fsdp_enabled and isinstance(optimizer, optimizers.MuonAdamW):
         matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
         shards = shards_of(matrices)

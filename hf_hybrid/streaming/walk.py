@@ -58,7 +58,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_hybrid.machine import copies_beside
-from hf_hybrid.run.run import RandomStates
+from hf_hybrid.run.run import LOOKS, RandomStates
 from hf_hybrid.streaming.comparison import CannotWalkError, difference
 from hf_hybrid.streaming.layers import reason_not_walked
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
@@ -354,7 +354,7 @@ class LayerWalk:
         """
         job = threading.current_thread()
         in_place = self.adapters is None or self.adapters.in_place
-        waits = self.several and in_place and isinstance(job, _MicroBatch) and job.has_begun
+        waits = self.several and in_place and isinstance(job, _MicroBatch) and job.has_begun and not LOOKS.get()
         return waits and _side_channel((*args, *kwargs.values())) is None
 
     def call(self, streamer: LayerStreamer, unit: Unit, function: Callable, args: tuple, kwargs: dict):

@@ -54,7 +54,7 @@ from hf_hybrid.trl.groups import (
     tokens_in_loss,
     total_rewards,
 )
-from hf_hybrid.trl.sft_dpo import IN_TURN, TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
+from hf_hybrid.trl.sft_dpo import TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
 from hf_hybrid.trl.turns import Turns
 from hf_hybrid.trl.users import UsersState, restore_table, table_of
 
@@ -419,8 +419,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         tools = "environment_factories"  # prompts have those of the environments of a step
         self.rows.tokens_of = lambda rows: None if getattr(self, tools, None) else self._tokenize_prompts(rows)[0]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        if self.memory.streams and self.rows.reason_plain is None:
-            self.rows.reason_plain = IN_TURN
 
     def own_parts(self) -> list[Part]:
         self.rollouts, self.generation, self.distance = Rollouts(self), GenerationBatch(), SamplerDistance()

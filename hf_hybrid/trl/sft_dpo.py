@@ -396,9 +396,6 @@ if TYPE_CHECKING:
 else:
     _OfReference = object
 
-IN_TURN = "layers are streamed (`memory`), and a comparison within a pass would fetch them out of turn"
-"""Why rows do not share where a pass of several micro-batches waits at each layer."""
-
 
 class ReferenceMixin(_OfReference):
     """Common part of trainers that compare a policy with a reference, which is evaluated where the plan has it."""
@@ -411,8 +408,6 @@ class ReferenceMixin(_OfReference):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        if self.memory.streams and self.rows.reason_plain is None:
-            self.rows.reason_plain = IN_TURN
         if self._memory_option != "off" and self.precompute_ref_logps:
             args, train, evals = self.args, self.train_dataset, self.eval_dataset
             size = args.precompute_ref_batch_size
@@ -504,8 +499,8 @@ class HybridDPOTrainer(ReferenceMixin, TRLTrainerMixin, DPOTrainer):
             because = "a weight is frozen, and a pass of the reference may change that"  # as PEFT does
         if because is not None:
             self.rows.apart.cannot_be_exact(because)
-        offloads = args.activation_offloading or options.offload_activations
-        if because or offloads or options.weight_precision or steps_in_backward(optimizer_name(args)):
+        by_layer = self.memory.streams or args.activation_offloading or options.offload_activations
+        if because or by_layer or options.weight_precision or steps_in_backward(optimizer_name(args)):
             return 0.0
         repeats = self.recovery.retries and self.accelerator.num_processes == 1
         planned = checkpointing(args) == "auto" or options.vram_budget_gib is not None
