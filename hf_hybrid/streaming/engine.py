@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,10 +76,10 @@ class Resident(InPlace):
             weights = [*held["slots"], *held["host_weights"], *model.parameters(), *model.buffers()]
         return {**extra, "weights": extra.get("weights", []) + weights}
 
-    def _nothing(self) -> Any:
+    def _nothing(self, *_: Any) -> Any:
         """There is nothing to do, nothing to tell, and nothing changes."""
 
-    discard_gradients = walk_by_micro_batch = recompute_all = _nothing
+    discard_gradients = walk_by_micro_batch = recompute_all = beside = _nothing
 
     def begin(self) -> None:
         """Take over the models at the start of a run."""
@@ -200,6 +200,11 @@ class Streamed(Resident):
         changes = any(unit.graphs for unit in self.streamer.layers)
         self.streamer.keep_graphs(0, 1)
         return changes
+
+    def beside(self, function: Callable[[], Sequence[Tensor]], count: int) -> list[Tensor] | None:
+        """As [`LayerWalk.beside`], where a window is walked by layer; `None` elsewhere."""
+        walk: Any = self.streamer.walk
+        return None if walk is None else walk.beside(function, count)
 
     def discard_gradients(self) -> None:
         """Drop gradients that the optimizer has not used."""

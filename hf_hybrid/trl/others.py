@@ -4,6 +4,7 @@ Reward models and KTO. A reward model's rows share under a loss of its own (rows
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from hf_hybrid.trl.sft_dpo import (
 
 try:
     from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+    from trl.trainer.utils import use_adapter
 except ImportError as error:
     raise trl_error(error) from error
 
@@ -82,6 +84,34 @@ class HybridKTOTrainer(ReferenceMixin, HybridTrainerMixin, KTOTrainer):  # ty: i
         super().__init__(model, ref_model, args, *positional, **kwargs)
         check_images(self)
 
+    @property
+    def of_reference(self) -> tuple[tuple[str, ...], ...]:
+        return (("ref_logps",), ("ref_KL_logps",)) if self.calculate_KL else (("ref_logps",),)
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         with self.rows.on(self.model, self.ref_model):
             return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _compute_kl_logps(self, model, batch):
+        compute, later = super()._compute_kl_logps, None
+
+        def beside():
+            with self.compute_loss_context_manager():
+                return [compute(model, batch)]
+
+        if self.calculate_KL and torch.is_grad_enabled():  # of the policy, before the pass that has them
+            later = self.memory.beside(beside, 1)
+        return compute(model, batch) if later is None else later[0]
+
+    def _compute_of_reference(self, names, inputs):
+        if not self.calculate_KL:
+            return super()._compute_of_reference(names, inputs)[:1]
+        if names == ("ref_logps",):
+            own = {name: value for name, value in inputs.items() if not name.startswith("KL_")}
+            inputs = {f"KL_{name}" if f"KL_{name}" in inputs else name: value for name, value in own.items()}
+        model, adapters = self.ref_model, contextlib.nullcontext()
+        if model is None:
+            model, bare = self.model, self.accelerator.unwrap_model(self.model)
+            adapters = use_adapter(bare, "ref" if "ref" in bare.peft_config else None)
+        with torch.no_grad(), adapters, self.compute_loss_context_manager():
+            return [self._compute_kl_logps(model, inputs)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -406,7 +407,11 @@ class ReferenceMixin(_OfReference):
     _memory_option: str
     _memory_is_planned: bool
 
+    of_reference: tuple[tuple[str, ...], ...] = (("ref_chosen_logps", "ref_rejected_logps"),)
+    """What a batch holds of the reference, where it was computed before: by the passes that tell it."""
+
     def __init__(self, *args, **kwargs):
+        self._beside = threading.local()
         super().__init__(*args, **kwargs)
         if self._memory_option != "off" and self.precompute_ref_logps:
             args, train, evals = self.args, self.train_dataset, self.eval_dataset
@@ -423,6 +428,29 @@ class ReferenceMixin(_OfReference):
             return dataset  # it is computed when the models are where they compute
         with self.memory.running():
             return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    @property
+    def precompute_ref_logps(self) -> bool:
+        """Whether batches hold log-probabilities of the reference: on a walk's thread they may be computed beside."""
+        return self._precomputes or hasattr(self._beside, "reference")
+
+    @precompute_ref_logps.setter
+    def precompute_ref_logps(self, value: bool) -> None:
+        self._precomputes = value
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        own = overridden(self, "_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
+        found = {}
+        for names in self.of_reference if own is None and not self._precomputes and torch.is_grad_enabled() else ():
+            function = functools.partial(self._compute_of_reference, names, inputs)
+            if (later := self.memory.beside(function, len(names))) is not None:
+                found |= zip(names, later)
+                self._beside.reference = True
+        return super().compute_loss(model, {**inputs, **found} if found else inputs, *args, **kwargs)
+
+    def _compute_of_reference(self, names, inputs):
+        """Return those of [`of_reference`] that a pass tells."""
+        return self.compute_ref_log_probs(self.ref_model or self.model, inputs)
 
     def compute_ref_log_probs(self, model, inputs):
         inputs = send_to_device(inputs, self.args.device)
