@@ -32,7 +32,7 @@ from hf_hybrid.streaming.optimizer import LazyOptimizer
 from hf_hybrid.streaming.placeholders import Placeholder
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.units import as_plain
-from hf_hybrid.streaming.walk import Window
+from hf_hybrid.streaming.walk import LayerWalk, Window
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +76,19 @@ class Resident(InPlace):
             weights = [*held["slots"], *held["host_weights"], *model.parameters(), *model.buffers()]
         return {**extra, "weights": extra.get("weights", []) + weights}
 
-    def _nothing(self, *_: Any) -> Any:
+    def _nothing(self) -> Any:
         """There is nothing to do, nothing to tell, and nothing changes."""
 
-    discard_gradients = walk_by_micro_batch = recompute_all = beside = _nothing
+    discard_gradients = walk_by_micro_batch = recompute_all = _nothing
+
+    def beside(self, function: Callable[[], Sequence[Tensor]], count: int) -> list[Tensor] | None:
+        """As [`LayerWalk.beside`], where a window is walked by layer; `None` elsewhere."""
+
+    def together(self, functions: Sequence[Callable[[], Any]]) -> list[Any] | None:
+        """
+        Compute functions, which make passes without gradients, where windows are walked by layer: each layer comes in
+        once for all of them. `None` elsewhere.
+        """
 
     def begin(self) -> None:
         """Take over the models at the start of a run."""
@@ -202,9 +211,12 @@ class Streamed(Resident):
         return changes
 
     def beside(self, function: Callable[[], Sequence[Tensor]], count: int) -> list[Tensor] | None:
-        """As [`LayerWalk.beside`], where a window is walked by layer; `None` elsewhere."""
         walk: Any = self.streamer.walk
         return None if walk is None else walk.beside(function, count)
+
+    def together(self, functions: Sequence[Callable[[], Any]]) -> list[Any] | None:
+        by_layer = self.window.by_layer and self.window.order != "micro_batch"
+        return LayerWalk(self.streamer, None, self.evaluated).run(functions, begun=True) if by_layer else None
 
     def discard_gradients(self) -> None:
         """Drop gradients that the optimizer has not used."""

@@ -32,8 +32,8 @@ each layer too. If other micro-batches make none, or not now, a micro-batch comp
 adapters around such a pass, so each micro-batch has its own choice of adapters in its turn ([`_Adapters`]). What a loss
 computes before (it may generate) does not wait: micro-batches would draw random numbers in another order.
 
-**Beside a micro-batch** a trainer may let such passes begin as soon as the micro-batch does ([`LayerWalk.beside`]), each
-on a thread of its own. So a layer computes policy and reference in one visit, where both are one base. A pass goes on
+**Beside a micro-batch** a trainer may let such passes begin as soon as the micro-batch does ([`LayerWalk.beside`]), on
+threads of their own. So a layer computes policy and reference in one visit, where both are one base. A pass goes on
 before its micro-batch does, so what it found is there when the loss reads it.
 
 **What cannot be walked.** Layers that pass tensors through an object (a cache, a dictionary) would go around the cuts.
@@ -266,17 +266,17 @@ class LayerWalk:
     several: bool = False
     """Whether the window has more than one micro-batch."""
     others: list[_MicroBatch] = field(default_factory=list)
-    """Passes beside micro-batches."""
+    """Passes beside micro-batches, until they are over."""
 
     def __post_init__(self):
         adapters = _Adapters(self.streamer.model)
         self.adapters: Any = adapters if adapters.are_any else None
         self.advance = _MicroBatch.advance if self.adapters is None else self._advance
 
-    def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
+    def run(self, functions: Sequence[Callable[[], Any]], begun: bool = False) -> list[Any]:
         """
         Compute every micro-batch and its gradients: each function is forward, loss and backward of one. Returns their
-        results.
+        results. `begun`: they are passes without gradients alone, maybe inside of a micro-batch of another walk.
 
         Raises:
             CannotWalkError: If the micro-batches do not call the same layers in the same order, a layer takes something
@@ -288,10 +288,11 @@ class LayerWalk:
         jobs = [_MicroBatch(function, stream) for function in functions]
         self.several = len(jobs) > 1
         streamers = [streamer for streamer in (self.streamer, self.evaluated) if streamer is not None]
+        outer, before = self.streamer.walk, self.adapters and self.adapters.now()
         for streamer in streamers:
             streamer.walk = self
-        for job in jobs if self.adapters is not None else ():
-            job.adapters = self.adapters.now()
+        for job in jobs:
+            job.adapters, job.has_begun = before, begun
         try:
             walking = list(jobs)
             for way in (self._forward, self._backward):
@@ -306,13 +307,15 @@ class LayerWalk:
                 self.parking.take_back()
             raise
         finally:
-            for streamer in streamers:
-                streamer.walk = None
             for job in [*jobs, *self.others]:
                 if job.waiting_for is not None:
                     job.abandoned = True
                     with contextlib.suppress(BaseException):
                         self.advance(job)
+            for streamer in streamers:
+                streamer.walk = outer
+            if self.adapters is not None:
+                self.adapters.choose(before)
         return [job.result for job in jobs]
 
     def _forward(self, jobs: list[_MicroBatch]) -> None:
@@ -321,13 +324,12 @@ class LayerWalk:
         jobs[:] = [job for job in jobs if job.waiting_for is not None]  # without the rest, which compute nothing
         for other in self.others:
             self.advance(other)
-        while waiting := [(job, job.waiting_for) for job in [*self.others, *jobs] if job.waiting_for is not None]:
-            is_over = any(job.waiting_for is None for job in jobs)
-            if is_over or len({call.unit for _, call in waiting}) > 1:
+        while waiting := [(job, job.waiting_for) for job in self.others + jobs if job.waiting_for is not None]:
+            if len(waiting) < len(self.others) + len(jobs) or len({call.unit for _, call in waiting}) > 1:
                 # A pass without gradients that others do not make, or not now.
                 without = [(job, call) for job, call in waiting if not call.with_graph]
                 waiting = [(job, call) for job, call in without if call.unit is without[0][1].unit]
-                if not waiting or (is_over and any(other.waiting_for for other in self.others)):
+                if not waiting or (self.others and any(job.waiting_for is None for job in jobs)):
                     raise CannotWalkError(OTHER_LAYERS)
             calls = [call for _, call in waiting]
             streamer, unit = calls[0].streamer, calls[0].unit
@@ -345,6 +347,8 @@ class LayerWalk:
                     output.park()
             for job, _ in waiting:
                 self.advance(job)
+            if self.others:
+                self.others = [other for other in self.others if other.waiting_for is not None]
         self.streamer.end_backward()
 
     def _advance(self, job: _MicroBatch) -> None:

@@ -19,6 +19,7 @@ from hf_hybrid.trainer import HybridTrainerMixin
 from hf_hybrid.trl.sft_dpo import (
     ReferenceMixin,
     TRLConfigBase,
+    as_reference,
     check_images,
     config_for,
     options_of_rows,
@@ -27,7 +28,6 @@ from hf_hybrid.trl.sft_dpo import (
 
 try:
     from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
-    from trl.trainer.utils import use_adapter
 except ImportError as error:
     raise trl_error(error) from error
 
@@ -109,9 +109,6 @@ class HybridKTOTrainer(ReferenceMixin, HybridTrainerMixin, KTOTrainer):  # ty: i
         if names == ("ref_logps",):
             own = {name: value for name, value in inputs.items() if not name.startswith("KL_")}
             inputs = {f"KL_{name}" if f"KL_{name}" in inputs else name: value for name, value in own.items()}
-        model, adapters = self.ref_model, contextlib.nullcontext()
-        if model is None:
-            model, bare = self.model, self.accelerator.unwrap_model(self.model)
-            adapters = use_adapter(bare, "ref" if "ref" in bare.peft_config else None)
+        adapters = as_reference(self) if self.ref_model is None else contextlib.nullcontext()
         with torch.no_grad(), adapters, self.compute_loss_context_manager():
-            return [self._compute_kl_logps(model, inputs)]
+            return [self._compute_kl_logps(self.ref_model or self.model, inputs)]

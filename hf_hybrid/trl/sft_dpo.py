@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -36,7 +37,10 @@ from hf_hybrid.trainer import HybridTrainerMixin
 
 try:
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-    from trl.trainer.utils import FusedCausalLMOutput  # noqa: F401  # of TRL 1.15 and newer: rows are shared in it
+    from trl.trainer.utils import (
+        FusedCausalLMOutput,  # noqa: F401  # of TRL 1.15 and newer: rows are shared in it
+        use_adapter,
+    )
 except ImportError as error:
     raise trl_error(error) from error
 
@@ -398,6 +402,12 @@ else:
     _OfReference = object
 
 
+def as_reference(trainer: Any) -> contextlib.AbstractContextManager[None]:
+    """Context in which a trainer's model is its reference: without adapters, or with the copy that TRL made of them."""
+    bare = trainer.accelerator.unwrap_model(trainer.model)
+    return use_adapter(bare, "ref" if "ref" in bare.peft_config else None)
+
+
 class ReferenceMixin(_OfReference):
     """Common part of trainers that compare a policy with a reference, which is evaluated where the plan has it."""
 
@@ -406,9 +416,6 @@ class ReferenceMixin(_OfReference):
     memory: Any
     _memory_option: str
     _memory_is_planned: bool
-
-    of_reference: tuple[tuple[str, ...], ...] = (("ref_chosen_logps", "ref_rejected_logps"),)
-    """What a batch holds of the reference, where it was computed before: by the passes that tell it."""
 
     def __init__(self, *args, **kwargs):
         self._beside = threading.local()
@@ -428,6 +435,11 @@ class ReferenceMixin(_OfReference):
             return dataset  # it is computed when the models are where they compute
         with self.memory.running():
             return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    @property
+    def of_reference(self) -> tuple[tuple[str, ...], ...]:
+        """What a batch holds of the reference, where it was computed before: for each pass what it tells."""
+        return (("ref_chosen_logps", "ref_rejected_logps"),)
 
     @property
     def precompute_ref_logps(self) -> bool:
