@@ -527,7 +527,7 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     of_router = "The router's loss takes logits out of the layers." if vars(trainer).get("aux_loss_enabled") else None
     park, walk = options.offload_activations, plan.setup.accumulation_walk
     window = Window(streamer, walk, park=park, evaluated=evaluated, reason=of_router)
-    window.beside = not getattr(trainer, "precompute_ref_logps", True)
+    window.beside = plan.setup.beside > 0
     window.counter = trainer if hasattr(trainer, "_buffered_inputs") else None
     return Streamed(model, streamer, window, plan, host_memory=host_memory)
 

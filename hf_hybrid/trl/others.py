@@ -86,7 +86,12 @@ class HybridKTOTrainer(ReferenceMixin, HybridTrainerMixin, KTOTrainer):  # ty: i
 
     @property
     def of_reference(self) -> tuple[tuple[str, ...], ...]:
-        return (("ref_logps",), ("ref_KL_logps",)) if self.calculate_KL else (("ref_logps",),)
+        if not self.calculate_KL:
+            return (("ref_logps",),) if super().of_reference else ()
+        return () if self._precomputes else (("ref_logps",), ("ref_KL_logps",))
+
+    def passes_beside(self) -> int:
+        return len(self.of_reference) + bool(self.calculate_KL)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         with self.rows.on(self.model, self.ref_model):
@@ -99,7 +104,7 @@ class HybridKTOTrainer(ReferenceMixin, HybridTrainerMixin, KTOTrainer):  # ty: i
             with self.compute_loss_context_manager():
                 return [compute(model, batch)]
 
-        if self.calculate_KL and torch.is_grad_enabled():  # of the policy, before the pass that has them
+        if self.calculate_KL and self._goes_beside():  # of the policy, before the pass that has them
             later = self.memory.beside(beside, 1)
         return compute(model, batch) if later is None else later[0]
 

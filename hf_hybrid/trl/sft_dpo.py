@@ -416,9 +416,12 @@ class ReferenceMixin(_OfReference):
     memory: Any
     _memory_option: str
     _memory_is_planned: bool
+    _precomputes = False
+    _beside = threading.local()
+    """Of a walk's thread: whether the reference is computed beside it."""
 
     def __init__(self, *args, **kwargs):
-        self._beside = threading.local()
+        self._apart = Fallbacks("The reference is computed in a walk of its own (`memory`)")
         super().__init__(*args, **kwargs)
         if self._memory_option != "off" and self.precompute_ref_logps:
             args, train, evals = self.args, self.train_dataset, self.eval_dataset
@@ -438,12 +441,16 @@ class ReferenceMixin(_OfReference):
 
     @property
     def of_reference(self) -> tuple[tuple[str, ...], ...]:
-        """What a batch holds of the reference, where it was computed before: for each pass what it tells."""
-        return (("ref_chosen_logps", "ref_rejected_logps"),)
+        """Of each pass of the reference that goes beside the policy's, the names of what it tells of a batch."""
+        beside = self.ref_model is None and not self._precomputes
+        return (("ref_chosen_logps", "ref_rejected_logps"),) if beside else ()
+
+    def passes_beside(self) -> int:
+        return len(self.of_reference)
 
     @property
     def precompute_ref_logps(self) -> bool:
-        """Whether batches hold log-probabilities of the reference: on a walk's thread they may be computed beside."""
+        """Whether batches hold log-probabilities of the reference: of the data, or those that are computed beside."""
         return self._precomputes or hasattr(self._beside, "reference")
 
     @precompute_ref_logps.setter
@@ -451,14 +458,22 @@ class ReferenceMixin(_OfReference):
         self._precomputes = value
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        own = overridden(self, "_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
         found = {}
-        for names in self.of_reference if own is None and not self._precomputes and torch.is_grad_enabled() else ():
+        for names in self.of_reference if self._goes_beside() else ():
             function = functools.partial(self._compute_of_reference, names, inputs)
             if (later := self.memory.beside(function, len(names))) is not None:
                 found |= zip(names, later)
                 self._beside.reference = True
         return super().compute_loss(model, {**inputs, **found} if found else inputs, *args, **kwargs)
+
+    def _goes_beside(self) -> bool:
+        """Whether passes of this micro-batch may go beside the one with gradients: no code of a user reads them."""
+        if not (self.memory.streams and torch.is_grad_enabled()):
+            return False
+        own = overridden(self, "_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
+        if own is not None and self.passes_beside():
+            self._apart.cannot_be_exact(f"`{own}` is not TRL's")
+        return own is None
 
     def _compute_of_reference(self, names, inputs):
         """Return those of [`of_reference`] that a pass tells."""
@@ -527,6 +542,8 @@ class HybridDPOTrainer(ReferenceMixin, TRLTrainerMixin, DPOTrainer):
 
     def _merged_memory(self) -> float:
         """Return what merged micro-batches may hold, as a multiple of the largest padded one; 0: they stay apart."""
+        if self.memory.streams:  # layers compute the rows of a window in one visit anyway
+            return 0.0
         args, options = self.args, self.hybrid_args
         # A loss may ask for gradients of weights by itself, and a hook keep what a module returned.
         because, marks = self.run.step.acts, self.rows.facts_of(self.model).marks
@@ -539,8 +556,8 @@ class HybridDPOTrainer(ReferenceMixin, TRLTrainerMixin, DPOTrainer):
             because = "a weight is frozen, and a pass of the reference may change that"  # as PEFT does
         if because is not None:
             self.rows.apart.cannot_be_exact(because)
-        by_layer = self.memory.streams or args.activation_offloading or options.offload_activations
-        if because or by_layer or options.weight_precision or steps_in_backward(optimizer_name(args)):
+        offloads = args.activation_offloading or options.offload_activations
+        if because or offloads or options.weight_precision or steps_in_backward(optimizer_name(args)):
             return 0.0
         repeats = self.recovery.retries and self.accelerator.num_processes == 1
         planned = checkpointing(args) == "auto" or options.vram_budget_gib is not None
