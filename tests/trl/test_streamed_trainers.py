@@ -42,6 +42,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.gkd import GKDConfig, GKDTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 from trl.experimental.tpo import TPOConfig, TPOTrainer  # noqa: E402
+from trl.trainer import dpo_trainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
     HybridDPOConfig,
@@ -240,7 +241,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(SHARED, ["dpo, adapters", "kto", "kto, adapters", "rloo, adapters"]))
+@pytest.mark.parametrize("case", mostly_slow(SHARED, ["dpo, adapters", "kto, adapters", "rloo, adapters"]))
 def test_rows_share_and_a_layer_comes_in_once_for_all_passes(case, tmp_path, monkeypatch):
     """Policy and reference are computed in one visit if they are one base, and so is KTO's distance."""
     name, options, most = SHARED[case]
@@ -252,15 +253,53 @@ def test_rows_share_and_a_layer_comes_in_once_for_all_passes(case, tmp_path, mon
         return {"optim": "sgd", "learning_rate": 1e-2, **given, **own}
 
     own = {"base_precision": "int8"} if "int8" in case else {}
-    theirs = trained(name, tmp_path / "theirs", False, **of_case())
-    ours = made(name, tmp_path / "ours", True, **of_case(share_rows="on", **own))
-    copies = loads_per_window(ours)
-    found, trains = weights(ours.model), "lora" if "adapters" in case else ""
-    for key, weight in weights(theirs.model).items():
-        assert trains not in key or torch.allclose(found[key], weight, rtol=0, atol=1e-6), key
-    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-5)
-    assert ours.hybrid_summary()["tokens_shared"] > 0 and ours.hybrid_summary()["plain_rows_because"] is None
-    assert ours.memory.window.by_layer and all(a <= b * LAYERS for a, b in zip(copies, most)), copies
+    theirs, trains = trained(name, tmp_path / "theirs", False, **of_case()), "lora" if "adapters" in case else ""
+    for shares in ("on", "off"):
+        ours = made(name, tmp_path / shares, True, **of_case(share_rows=shares, **own))
+        copies, found, shared = loads_per_window(ours), weights(ours.model), shares == "on"
+        for key, weight in weights(theirs.model).items():
+            assert trains not in key or torch.allclose(found[key], weight, rtol=0, atol=1e-6 * shared), key
+        assert losses(ours) == pytest.approx(losses(theirs), abs=1e-5 * shared)
+        assert (ours.hybrid_summary().get("tokens_shared", 0) > 0) == shared
+        assert ours.memory.window.by_layer and all(a <= b * LAYERS for a, b in zip(copies, most)), copies
+
+
+def twice(kind):
+    """A trainer with a method of a user's, which reads what a pass tells."""
+
+    class Twice(kind):
+        def _compute_kl_logps(self, model, batch):
+            return 2 * super()._compute_kl_logps(model, batch)
+
+    return Twice
+
+
+def test_methods_of_a_user_get_what_passes_tell(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "hf_hybrid")
+    theirs = twice(KTOTrainer)
+    monkeypatch.setitem(OURS, theirs, twice(HybridKTOTrainer))
+    monkeypatch.setitem(TRAINERS, "kto", (theirs, *TRAINERS["kto"][1:]))
+    runs = [trained("kto", tmp_path / str(s), s, peft_config=lora(), max_steps=2) for s in (False, True)]
+    check_same(*runs)
+    assert "walk of its own (`memory`): `Twice._compute_kl_logps` is not TRL's" in caplog.text
+
+
+def test_memory_runs_out_beside_the_policy(tmp_path, monkeypatch):
+    options = {"max_grad_norm": 0.0, "optim": "sgd", "max_steps": 2, "learning_rate": 1e-2}
+    theirs = trained("dpo", tmp_path / "theirs", False, peft_config=lora(), **options)
+    use, calls = dpo_trainer.use_adapter, []
+
+    def fail_once(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:  # in the second step
+            raise torch.OutOfMemoryError("planted")
+        return use(*args, **kwargs)
+
+    monkeypatch.setattr(dpo_trainer, "use_adapter", fail_once)
+    ours = trained("dpo", tmp_path / "ours", True, peft_config=lora(), **options)
+    assert [event["action"] for event in ours.hybrid_summary()["out_of_memory"]] and len(calls) > 4
+    pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
+    assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
 
 
 CASES = {
