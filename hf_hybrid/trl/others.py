@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from hf_hybrid.compat import trl_error
+from hf_hybrid.part import Step
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.tree import Rows
+from hf_hybrid.run.trainer_view import overridden
 from hf_hybrid.trainer import HybridTrainerMixin
 from hf_hybrid.trl.sft_dpo import (
     ReferenceMixin,
@@ -22,6 +24,7 @@ from hf_hybrid.trl.sft_dpo import (
     as_reference,
     check_images,
     config_for,
+    copy_pairs_ahead,
     options_of_rows,
     rows_of_pairs,
 )
@@ -62,6 +65,10 @@ class HybridRewardTrainer(HybridTrainerMixin, RewardTrainer):  # ty: ignore[inco
 class JudgedRows(Exchange):
     """Shares the rows of judged answers."""
 
+    def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
+        copy_pairs_ahead(self, step)
+
     def rows_foreseen(self, batch: Any) -> Rows | None:
         return (
             rows_of_pairs(batch)
@@ -94,6 +101,8 @@ class HybridKTOTrainer(ReferenceMixin, HybridTrainerMixin, KTOTrainer):  # ty: i
         return len(self.of_reference) + bool(self.calculate_KL)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
+        own = overridden(self, "_compute_loss") or overridden(self, "compute_loss", below=HybridKTOTrainer)
+        self.rows.number_of(inputs, may_change=own is not None)
         with self.rows.on(self.model, self.ref_model):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
