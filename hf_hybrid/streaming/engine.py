@@ -215,8 +215,10 @@ class Streamed(Resident):
         return None if walk is None else walk.beside(function, count)
 
     def together(self, functions: Sequence[Callable[[], Any]]) -> list[Any] | None:
-        by_layer = self.window.by_layer and self.window.order != "micro_batch"
-        return LayerWalk(self.streamer, None, self.evaluated).run(functions, begun=True) if by_layer else None
+        window = self.window
+        if not window.by_layer or window.order == "micro_batch" or window.users is not None:
+            return None
+        return LayerWalk(self.streamer, None, self.evaluated).run(functions, begun=True)
 
     def discard_gradients(self) -> None:
         """Drop gradients that the optimizer has not used."""

@@ -631,7 +631,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         Return log-probabilities of rows, so many of which are computed at a time, where streamed layers come in once
         for all of them; `None` elsewhere. Those of adapters bring their base along, if it is the reference.
         """
-        if not (batch_size and self.memory.streams) or torch.is_grad_enabled():
+        if not (batch_size and self.memory.streams and self.model.training) or torch.is_grad_enabled():
             return None
         adapters = adapters_of(self.accelerator.unwrap_model(model))
         ways: list[Callable[[], Any]] = [contextlib.nullcontext]
