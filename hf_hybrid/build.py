@@ -168,6 +168,9 @@ def check_trainable(trainer: BuiltTrainer) -> None:
 def start_run(trainer: BuiltTrainer) -> Run:
     """Build the run that `trainer` is about to start, without leaps if they cannot work. Say what is left out."""
     optimizer = optimizers.inner_optimizer(trainer.optimizer)
+    if trainer.rows is not None:
+        in_order = trainer.memory.streams or sharding_of(trainer.args) is not None
+        trainer.rows.comparison.in_any_order = not in_order
     if trainer.is_fsdp_enabled and isinstance(optimizer, optimizers.MuonAdamW):
         matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
         shards = shards_of(matrices)
@@ -514,6 +517,7 @@ def build_memory(trainer: BuiltTrainer, device_map: dict | None) -> Resident:
     of_router = "The router's loss takes logits out of the layers." if vars(trainer).get("aux_loss_enabled") else None
     park, walk = options.offload_activations, plan.setup.accumulation_walk
     window = Window(streamer, walk, park=park, evaluated=evaluated, reason=of_router)
+    window.beside = plan.setup.beside > 0
     window.counter = trainer if hasattr(trainer, "_buffered_inputs") else None
     return Streamed(model, streamer, window, plan, host_memory=host_memory)
 

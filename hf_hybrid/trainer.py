@@ -240,6 +240,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         """Return the parts that trainers of this kind add to every run."""
         return parts_of_reference(self)
 
+    def passes_beside(self) -> int:
+        """Return how many passes without gradients go beside each micro-batch, where a window is walked by layer."""
+        return 0
+
     @property
     def has_phases(self) -> bool:
         """Whether training goes in phases, with or without leaps. If not, it is plain `Trainer`'s."""

@@ -1,11 +1,12 @@
 """
 CPU seconds of steps with a model that is evaluated beside the trained one: resident, and with all layers streamed.
 
-    python -m benchmarks.memory.references             # DPO and distillation, one thread, ten minutes
+    python -m benchmarks.memory.references             # DPO and distillation, one thread, fifteen minutes
     python -m benchmarks.memory.references --report
 
 Llamas with random weights, fp32 and TRL's default options (layers are recomputed in both arms). DPO: two micro-batches
-of two pairs, a reference of the policy's size, and adapters with their base as reference. Distillation (GKD on the
+of two pairs, a reference of the policy's size, and adapters with their base as reference; both also with rows that
+share prompts of half their tokens, in both arms. Distillation (GKD on the
 data's own answers): a teacher with twice as many layers. Arms take turns, and the seconds are `process_time` of each
 step from the third on; in the first ones the optimizer makes its states and the walks of a window are compared.
 """
@@ -29,7 +30,7 @@ from benchmarks.results import Results, command_line, provenance
 from hf_hybrid import HybridDPOConfig, HybridDPOTrainer, hybrid_config
 from hf_hybrid.trainer import HybridTrainerMixin
 
-KINDS = ("dpo", "dpo lora", "distillation")
+KINDS = ("dpo", "dpo lora", "dpo shared", "dpo lora shared", "distillation")
 ARMS = ("resident", "streamed")
 WARM = 2
 """Steps that are not counted."""
@@ -78,7 +79,8 @@ def measure(kind: str, arm: str, args: Any, folder: str) -> dict[str, Any]:
     values: dict[str, Any] = {
         "max_steps": WARM + args.steps, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
         "use_cpu": True, "bf16": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-        "logging_steps": 1, "max_length": None, "enable_predict": False, "share_rows": "off",
+        "logging_steps": 1, "max_length": None, "enable_predict": False,
+        "share_rows": "on" if "shared" in kind else "off",
         "memory": {"resident": "off", "streamed": "stream"}[arm], "dataloader_pin_memory": False,
     }  # fmt: skip
     common = {"processing_class": tokenizer(), "callbacks": [seconds]}
@@ -90,11 +92,15 @@ def measure(kind: str, arm: str, args: Any, folder: str) -> dict[str, Any]:
         teacher = llama(2 * args.layers, args.width, seed=1)
         trainer: Any = HybridGKDTrainer(student, teacher, args=config, train_dataset=rows, **common)
     else:
-        pair = {"prompt": text, "chosen": text[::-1], "rejected": text[half // 2 :] + text[: half // 2]}
-        lora = LoraConfig(r=8, target_modules="all-linear") if kind == "dpo lora" else None
+        pairs = []
+        for n in range(64):
+            prompt = text[n % 26 :] + text[: n % 26]
+            rejected = prompt[half // 2 :] + prompt[: half // 2]
+            pairs.append({"prompt": prompt, "chosen": prompt[::-1], "rejected": rejected})
+        lora = LoraConfig(r=8, target_modules="all-linear") if "lora" in kind else None
         reference = None if lora else llama(args.layers, args.width, seed=1)
         trainer = HybridDPOTrainer(
-            student, reference, HybridDPOConfig(folder, **values), train_dataset=Dataset.from_list([pair] * 64),
+            student, reference, HybridDPOConfig(folder, **values), train_dataset=Dataset.from_list(pairs),
             peft_config=lora, **common,
         )  # fmt: skip
     trainer.train()

@@ -38,6 +38,8 @@ class PlannedTrainer(TrainerView, Protocol):
     blocks_of_rows: int
     data_collator: Any
 
+    def passes_beside(self) -> int: ...
+
 
 class LeapBuffers(NamedTuple):
     """What leaps hold beside the model."""
@@ -97,6 +99,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         update_in_backward=updates_in_backward(trainer),
         enable_predict=trainer.has_phases,
         values_per_weight=leaps.values_per_weight,
+        beside=trainer.passes_beside(),
         evaluated=bytes_evaluated(evaluated_models(trainer)) if options.memory != "off" else Evaluated(),
         **decided,
     )

@@ -32,7 +32,7 @@ _CHOICES: dict[str, tuple] = {
 }
 DECIDED = (
     "recomputed_layers", "kept_graphs", "prefetch_layers", "stream_embeddings", "buffers_device", "update_in_backward",
-    "evaluated", "evaluated_on_host", "cached",
+    "evaluated", "evaluated_on_host", "cached", "beside",
 )  # fmt: skip
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0}
 
@@ -80,6 +80,7 @@ class Setup:
     buffers_device: str = "auto"  # of these: beside the weights, or "cpu"
     evaluated: Evaluated = Evaluated()
     evaluated_on_host: bool = False  # their layers
+    beside: int = 0  # passes without gradients that go beside each micro-batch
     cached: int = 0  # bytes of keys and values while completions are made, when there are no activations
 
     def __post_init__(self):
@@ -105,11 +106,12 @@ class Setup:
         """
         Bytes of cuBLAS's workspaces on a GPU, one for each thread that computes: the trainer's own and autograd's.
 
-        A walk by layer runs each micro-batch on a thread of its own, and all of them live at once. torch reserves a
-        handle for a thread as long as it lives (`thread_local` in aten/src/ATen/cuda/CublasHandlePool.cpp).
+        A walk by layer runs each micro-batch, and each pass beside one, on a thread of its own, and all of them live at
+        once. torch reserves a handle for a thread as long as it lives (`thread_local` in
+        aten/src/ATen/cuda/CublasHandlePool.cpp).
         """
-        walks = streamed and (self.micro_batches_in_flight > 1 or self.offload_activations)
-        threads = 2 + self.micro_batches_in_flight * walks
+        walks = streamed and (self.micro_batches_in_flight > 1 or self.offload_activations or self.beside > 0)
+        threads = 2 + self.micro_batches_in_flight * (1 + self.beside) * walks
         return threads * self.workspace if self.accelerator == "cuda" else 0
 
     @property

@@ -149,8 +149,6 @@ class RowsForAnyLoss(Exchange):
 def reason_not_shared(trainer: TrainerView) -> str | None:
     """Return why batches stay padded, as far as that is known of the options."""
     args = trainer.args
-    if trainer.memory.streams:
-        return "layers are streamed (`memory`), and a comparison within a pass would fetch them out of turn"
     if (sharding := sharding_of(args)) is not None:
         return f"`{sharding}` wants equally many forward passes of all processes, and the first batch has more"
     if args.n_gpu > 1:

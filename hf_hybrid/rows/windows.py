@@ -118,7 +118,7 @@ class SharedWindows(Exchange):
         half_precision = mixed_precision_of(trainer.args) != "no"
         super().__init__(reason_plain=reason_plain, half_precision=half_precision, compiles=trainer.args.torch_compile)
         self.trainer = trainer
-        self.comparison.is_possible = trainer.accelerator.num_processes == 1 and not trainer.memory.streams
+        self.comparison.is_possible = trainer.accelerator.num_processes == 1
         self._is_counting = self._balances = self._stays_apart = self.in_every_pass = False  # what counts is windows
         self._is_fused = "fused_lm_head" in trainer.more_inputs
         """Whether TRL computes head and loss, and the model only what comes before."""
@@ -144,8 +144,6 @@ class SharedWindows(Exchange):
         super().begin(run)
         self._loss = None
         self._first_rows, self._first_tokens = [], 0
-        in_order = self.trainer.memory.streams or sharding_of(self.trainer.args) is not None
-        self.comparison.in_any_order = not in_order
 
     def _saved(self) -> str:
         together, share = self._shared_if_together() or 0.0, self.counts["tokens_shared"] / self.counts["tokens"]

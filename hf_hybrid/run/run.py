@@ -25,6 +25,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -692,6 +693,10 @@ class RandomStates:
             current.restore()
 
 
+LOOKS: ContextVar[bool] = ContextVar("looks", default=False)
+"""Whether what is computed now is over, and no part of the training: inside of [`as_before`]."""
+
+
 @contextlib.contextmanager
 def as_before(model: torch.nn.Module, device: torch.device) -> Generator[None]:
     """
@@ -701,11 +706,12 @@ def as_before(model: torch.nn.Module, device: torch.device) -> Generator[None]:
     buffers = [
         (m._buffers, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
     ]
-    numbers = [(module, _numbers(module)) for module in model.modules()]
+    numbers, looked = [(module, _numbers(module)) for module in model.modules()], LOOKS.set(True)
     with RandomStates.now(device).again(), torch.no_grad():
         try:
             yield
         finally:
+            LOOKS.reset(looked)
             for module, values in numbers:
                 for name in _numbers(module).keys() - values.keys():
                     del vars(module)[name]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from hf_hybrid.streaming.optimizer import LazyOptimizer
 from hf_hybrid.streaming.placeholders import Placeholder
 from hf_hybrid.streaming.streamer import LayerStreamer
 from hf_hybrid.streaming.units import as_plain
-from hf_hybrid.streaming.walk import Window
+from hf_hybrid.streaming.walk import LayerWalk, Window
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,15 @@ class Resident(InPlace):
         """There is nothing to do, nothing to tell, and nothing changes."""
 
     discard_gradients = walk_by_micro_batch = recompute_all = _nothing
+
+    def beside(self, function: Callable[[], Sequence[Tensor]], count: int) -> list[Tensor] | None:
+        """As [`LayerWalk.beside`], where a window is walked by layer; `None` elsewhere."""
+
+    def together(self, functions: Sequence[Callable[[], Any]]) -> list[Any] | None:
+        """
+        Compute functions, which make passes without gradients, where windows are walked by layer: each layer comes in
+        once for all of them. `None` elsewhere.
+        """
 
     def begin(self) -> None:
         """Take over the models at the start of a run."""
@@ -200,6 +209,16 @@ class Streamed(Resident):
         changes = any(unit.graphs for unit in self.streamer.layers)
         self.streamer.keep_graphs(0, 1)
         return changes
+
+    def beside(self, function: Callable[[], Sequence[Tensor]], count: int) -> list[Tensor] | None:
+        walk: Any = self.streamer.walk
+        return None if walk is None else walk.beside(function, count)
+
+    def together(self, functions: Sequence[Callable[[], Any]]) -> list[Any] | None:
+        window = self.window
+        if not window.by_layer or window.order == "micro_batch" or window.users is not None:
+            return None
+        return LayerWalk(self.streamer, None, self.evaluated).run(functions, begun=True)
 
     def discard_gradients(self) -> None:
         """Drop gradients that the optimizer has not used."""

@@ -32,6 +32,10 @@ each layer too. If other micro-batches make none, or not now, a micro-batch comp
 adapters around such a pass, so each micro-batch has its own choice of adapters in its turn ([`_Adapters`]). What a loss
 computes before (it may generate) does not wait: micro-batches would draw random numbers in another order.
 
+**Beside a micro-batch** a trainer may let such passes begin as soon as the micro-batch does ([`LayerWalk.beside`]), on
+threads of their own. So a layer computes policy and reference in one visit, where both are one base. A pass goes on
+before its micro-batch does, so what it found is there when the loss reads it.
+
 **What cannot be walked.** Layers that pass tensors through an object (a cache, a dictionary) would go around the cuts.
 So does a model that uses what it computed before its layers (embeddings) after them once more: the loss's backward call
 frees the graph of it. Micro-batches may also call different layers. [`Window`] then drops the gradients of the window,
@@ -47,7 +51,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -58,7 +62,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_hybrid.machine import copies_beside
-from hf_hybrid.run.run import RandomStates
+from hf_hybrid.run.run import LOOKS, RandomStates
 from hf_hybrid.streaming.comparison import CannotWalkError, difference
 from hf_hybrid.streaming.layers import reason_not_walked
 from hf_hybrid.streaming.streamer import LayerStreamer, autocast_now
@@ -261,16 +265,18 @@ class LayerWalk:
     evaluated: LayerStreamer | None = None
     several: bool = False
     """Whether the window has more than one micro-batch."""
+    others: list[_MicroBatch] = field(default_factory=list)
+    """Passes beside micro-batches, until they are over."""
 
     def __post_init__(self):
         adapters = _Adapters(self.streamer.model)
         self.adapters: Any = adapters if adapters.are_any else None
         self.advance = _MicroBatch.advance if self.adapters is None else self._advance
 
-    def run(self, functions: list[Callable[[], Any]]) -> list[Any]:
+    def run(self, functions: Sequence[Callable[[], Any]], begun: bool = False) -> list[Any]:
         """
         Compute every micro-batch and its gradients: each function is forward, loss and backward of one. Returns their
-        results.
+        results. `begun`: they are passes without gradients alone, maybe inside of a micro-batch of another walk.
 
         Raises:
             CannotWalkError: If the micro-batches do not call the same layers in the same order, a layer takes something
@@ -282,10 +288,11 @@ class LayerWalk:
         jobs = [_MicroBatch(function, stream) for function in functions]
         self.several = len(jobs) > 1
         streamers = [streamer for streamer in (self.streamer, self.evaluated) if streamer is not None]
+        outer, before = self.streamer.walk, self.adapters and self.adapters.now()
         for streamer in streamers:
             streamer.walk = self
-        for job in jobs if self.adapters is not None else ():
-            job.adapters = self.adapters.now()
+        for job in jobs:
+            job.adapters, job.has_begun = before, begun
         try:
             walking = list(jobs)
             for way in (self._forward, self._backward):
@@ -300,25 +307,30 @@ class LayerWalk:
                 self.parking.take_back()
             raise
         finally:
-            for streamer in streamers:
-                streamer.walk = None
-            for job in jobs:
+            for job in [*jobs, *self.others]:
                 if job.waiting_for is not None:
                     job.abandoned = True
                     with contextlib.suppress(BaseException):
                         self.advance(job)
+            for streamer in streamers:
+                streamer.walk = outer
+            if self.adapters is not None:
+                self.adapters.choose(before)
         return [job.result for job in jobs]
 
     def _forward(self, jobs: list[_MicroBatch]) -> None:
         for job in jobs:
             self.advance(job)
         jobs[:] = [job for job in jobs if job.waiting_for is not None]  # without the rest, which compute nothing
-        while waiting := [(job, job.waiting_for) for job in jobs if job.waiting_for is not None]:
-            if len(waiting) < len(jobs) or len({(call.unit, call.with_graph) for _, call in waiting}) > 1:
+        for other in self.others:
+            self.advance(other)
+        while waiting := [(job, job.waiting_for) for job in self.others + jobs if job.waiting_for is not None]:
+            if len(waiting) < len(self.others) + len(jobs) or len({call.unit for _, call in waiting}) > 1:
                 # A pass without gradients that others do not make, or not now.
-                waiting = [(job, call) for job, call in waiting if not call.with_graph][:1]
-            if not waiting:
-                raise CannotWalkError(OTHER_LAYERS)
+                without = [(job, call) for job, call in waiting if not call.with_graph]
+                waiting = [(job, call) for job, call in without if call.unit is without[0][1].unit]
+                if not waiting or (self.others and any(job.waiting_for is None for job in jobs)):
+                    raise CannotWalkError(OTHER_LAYERS)
             calls = [call for _, call in waiting]
             streamer, unit = calls[0].streamer, calls[0].unit
             try:
@@ -335,6 +347,8 @@ class LayerWalk:
                     output.park()
             for job, _ in waiting:
                 self.advance(job)
+            if self.others:
+                self.others = [other for other in self.others if other.waiting_for is not None]
         self.streamer.end_backward()
 
     def _advance(self, job: _MicroBatch) -> None:
@@ -345,7 +359,29 @@ class LayerWalk:
         finally:
             job.adapters = self.adapters.now()
 
+    def beside(self, function: Callable[[], Sequence[Tensor]], count: int) -> list[Tensor] | None:
+        """
+        Let a function of a micro-batch, which computes passes without gradients, run beside the rest of it. Return as
+        many tensors as it does, which are filled when it is done. `None` if that cannot be.
+        """
+        job = threading.current_thread()
+        if not isinstance(job, _MicroBatch) or not self._in_place:
+            return None
+        later = [torch.empty(0, device=self.streamer.device) for _ in range(count)]
+
+        def compute() -> None:
+            for tensor, found in zip(later, function(), strict=True):
+                tensor.data = found
+
+        self.others.append(other := _MicroBatch(compute, job.stream))
+        other.has_begun, other.adapters = True, self.adapters and self.adapters.now()
+        return later
+
     # A layer is called.
+
+    @property
+    def _in_place(self) -> bool:
+        return self.adapters is None or self.adapters.in_place
 
     def takes(self, args: tuple, kwargs: dict) -> bool:
         """
@@ -353,8 +389,8 @@ class LayerWalk:
         gradients does not: a loss may generate there, and draw random numbers.
         """
         job = threading.current_thread()
-        in_place = self.adapters is None or self.adapters.in_place
-        waits = self.several and in_place and isinstance(job, _MicroBatch) and job.has_begun
+        begun = isinstance(job, _MicroBatch) and job.has_begun and not LOOKS.get()
+        waits = begun and self._in_place and (self.several or bool(self.others))
         return waits and _side_channel((*args, *kwargs.values())) is None
 
     def call(self, streamer: LayerStreamer, unit: Unit, function: Callable, args: tuple, kwargs: dict):
@@ -499,6 +535,8 @@ class Window:
         """Whether the walks were compared in this run."""
         self.updates_late = False
         """No layer is updated in the backward pass: gradients are clipped, or code of a user sees them first."""
+        self.beside = False
+        """Whether the loss has passes beside those with gradients: a single micro-batch is walked by layer then."""
         self.counter: Any = None
         """What counts micro-batches as `_step`, if anything does: by it a trainer takes them from what it generated."""
         self._inputs: list = []
@@ -513,11 +551,12 @@ class Window:
         """Begin a window, whose micro-batches are `inputs`."""
         self.streamer.begin_window()
         self._inputs, self._results, self._left = list(inputs), [], len(inputs)
-        self.asks = len(inputs) > 1 or self.parking is not None
+        self.asks = len(inputs) > 1 or self.parking is not None or self.beside
 
     def _goes_by_layer(self, window: list) -> bool:
         """Whether this is walked by layer. A single micro-batch is, if its activations are parked."""
-        return self.by_layer and len(window) > (self.parking is None)
+        alone = self.parking is None and not (self.beside and self.order != "micro_batch")
+        return self.by_layer and len(window) > alone
 
     def look(self, inputs: Any) -> None:
         """Find out whether the walk that begins may be one by layer. An out-of-memory error leaves that open."""

@@ -375,5 +375,7 @@ class GenerationBatch:
     """Of all processes, once they were asked for before TRL does, shape [rows, functions]."""
     on_host: PendingRead | None = None
     """The same, whoever asked."""
+    of_reference: tuple[Tensor, Tensor] | None = None
+    """Tokens, and their log-probabilities by the reference, if those of the policy were computed with them."""
     left_out: Tensor | None = None
     """Which rows of this process have no log-probabilities of the sampling policy, as booleans of shape [rows]."""

@@ -4,6 +4,7 @@ Reward models and KTO. A reward model's rows share under a loss of its own (rows
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from hf_hybrid.trainer import HybridTrainerMixin
 from hf_hybrid.trl.sft_dpo import (
     ReferenceMixin,
     TRLConfigBase,
+    as_reference,
     check_images,
     config_for,
     copy_pairs_ahead,
@@ -89,8 +91,38 @@ class HybridKTOTrainer(ReferenceMixin, HybridTrainerMixin, KTOTrainer):  # ty: i
         super().__init__(model, ref_model, args, *positional, **kwargs)
         check_images(self)
 
+    @property
+    def of_reference(self) -> tuple[tuple[str, ...], ...]:
+        if not self.calculate_KL:
+            return (("ref_logps",),) if super().of_reference else ()
+        return () if self._precomputes else (("ref_logps",), ("ref_KL_logps",))
+
+    def passes_beside(self) -> int:
+        return len(self.of_reference) + bool(self.calculate_KL)
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         own = overridden(self, "_compute_loss") or overridden(self, "compute_loss", below=HybridKTOTrainer)
         self.rows.number_of(inputs, may_change=own is not None)
         with self.rows.on(self.model, self.ref_model):
             return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _compute_kl_logps(self, model, batch):
+        compute, later = super()._compute_kl_logps, None
+
+        def beside():
+            with self.compute_loss_context_manager():
+                return [compute(model, batch)]
+
+        if self.calculate_KL and self._goes_beside():  # of the policy, before the pass that has them
+            later = self.memory.beside(beside, 1)
+        return compute(model, batch) if later is None else later[0]
+
+    def _compute_of_reference(self, names, inputs):
+        if not self.calculate_KL:
+            return super()._compute_of_reference(names, inputs)[:1]
+        if names == ("ref_logps",):
+            own = {name: value for name, value in inputs.items() if not name.startswith("KL_")}
+            inputs = {f"KL_{name}" if f"KL_{name}" in inputs else name: value for name, value in own.items()}
+        adapters = as_reference(self) if self.ref_model is None else contextlib.nullcontext()
+        with torch.no_grad(), adapters, self.compute_loss_context_manager():
+            return [self._compute_kl_logps(self.ref_model or self.model, inputs)]

@@ -28,6 +28,7 @@ from hf_hybrid.part import Part, Step
 from hf_hybrid.recovery import is_out_of_memory
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.facts import Marks, of_user
+from hf_hybrid.rows.images import adapters_of
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_in_training
 from hf_hybrid.rows.tree import Rows, rows_of_states
 from hf_hybrid.run.fallbacks import Fallbacks
@@ -54,7 +55,7 @@ from hf_hybrid.trl.groups import (
     tokens_in_loss,
     total_rewards,
 )
-from hf_hybrid.trl.sft_dpo import IN_TURN, TRLConfigBase, TRLTrainerMixin, config_for, options_of_rows
+from hf_hybrid.trl.sft_dpo import TRLConfigBase, TRLTrainerMixin, as_reference, config_for, options_of_rows
 from hf_hybrid.trl.turns import Turns
 from hf_hybrid.trl.users import UsersState, restore_table, table_of
 
@@ -419,8 +420,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         tools = "environment_factories"  # prompts have those of the environments of a step
         self.rows.tokens_of = lambda rows: None if getattr(self, tools, None) else self._tokenize_prompts(rows)[0]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        if self.memory.streams and self.rows.reason_plain is None:
-            self.rows.reason_plain = IN_TURN
 
     def own_parts(self) -> list[Part]:
         self.rollouts, self.generation, self.distance = Rollouts(self), GenerationBatch(), SamplerDistance()
@@ -627,15 +626,46 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         # All processes gather sharded layers, in equally many passes. Some fill up with rows that do not count.
         return sorted(counts.int().argsort(descending=True, stable=True)[: self._agree(int(counts.sum()))].tolist())
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+    def _in_a_walk(self, compute, model, input_ids, attention_mask, kept, batch_size, **kwargs) -> Tensor | None:
+        """
+        Return log-probabilities of rows, so many of which are computed at a time, where streamed layers come in once
+        for all of them; `None` elsewhere. Those of adapters bring their base along, if it is the reference.
+        """
+        if not (batch_size and self.memory.streams and self.model.training) or torch.is_grad_enabled():
+            return None
+        adapters = adapters_of(self.accelerator.unwrap_model(model))
+        ways: list[Callable[[], Any]] = [contextlib.nullcontext]
+        if self.beta and self.ref_model is None and adapters and not adapters[0] and "ref" not in adapters[1]:
+            ways.append(functools.partial(as_reference, self))
+
+        def compute_part(way: Callable[[], Any], rows: Tensor) -> Tensor:
+            others = take([{name: value for name, value in kwargs.items() if value is not None}], rows)
+            with torch.no_grad(), way():
+                return compute(model, input_ids[rows], attention_mask[rows], kept, **others)[0]
+
+        parts = torch.arange(len(input_ids)).split(batch_size)
+        found = self.memory.together([functools.partial(compute_part, way, rows) for way in ways for rows in parts])
+        if found is None:
+            return None
+        if len(ways) > 1:
+            self.generation.of_reference = input_ids, torch.cat(found[len(parts) :])
+        return torch.cat(found[: len(parts)])
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, *args, **kwargs
+    ):
         generation, in_loss, chosen = self.generation, self._in_loss, None  # another micro-batch may run meanwhile
+        if (of_reference := generation.of_reference) is not None and of_reference[0] is input_ids:
+            return of_reference[1], None, None
         if generation.rewards_first and generation.sampled is not None and generation.rewards is None:
             chosen = self._old_rows(attention_mask, logits_to_keep)
         with self.rows.on(self.accelerator.unwrap_model(model)):
+            compute = super()._get_per_token_logps_and_entropies
             if chosen is None or len(chosen) == len(input_ids):
-                log_probs, *others = super()._get_per_token_logps_and_entropies(
-                    model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-                )
+                rows = model, input_ids, attention_mask, logits_to_keep, batch_size
+                if (found := self._in_a_walk(compute, *rows, **kwargs)) is not None:
+                    return found, None, None
+                log_probs, *others = compute(*rows, *args, **kwargs)
                 if in_loss is not None:
                     self._compare_with_sampler(in_loss, log_probs.detach())
                 return log_probs, *others
@@ -649,9 +679,9 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             generation.left_out[rows] = False
             if chosen:
                 others = take([{n: v for n, v in kwargs.items() if v is not None}], torch.tensor(chosen))
-                computed, *_ = super()._get_per_token_logps_and_entropies(
-                    model, input_ids[rows], attention_mask[rows], logits_to_keep, *args, **others
-                )
+                given = model, input_ids[rows], attention_mask[rows], logits_to_keep, batch_size
+                computed = self._in_a_walk(compute, *given, **others)
+                computed = compute(*given, *args, **others)[0] if computed is None else computed
                 log_probs = log_probs.to(computed.dtype).index_copy(0, rows, computed)
             return log_probs, None, None
 

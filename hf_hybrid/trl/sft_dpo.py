@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,7 +38,10 @@ from hf_hybrid.trainer import HybridTrainerMixin
 
 try:
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-    from trl.trainer.utils import FusedCausalLMOutput  # noqa: F401  # of TRL 1.15 and newer: rows are shared in it
+    from trl.trainer.utils import (
+        FusedCausalLMOutput,  # noqa: F401  # of TRL 1.15 and newer: rows are shared in it
+        use_adapter,
+    )
 except ImportError as error:
     raise trl_error(error) from error
 
@@ -403,8 +408,11 @@ if TYPE_CHECKING:
 else:
     _OfReference = object
 
-IN_TURN = "layers are streamed (`memory`), and a comparison within a pass would fetch them out of turn"
-"""Why rows do not share where a pass of several micro-batches waits at each layer."""
+
+def as_reference(trainer: Any) -> contextlib.AbstractContextManager[None]:
+    """Context in which a trainer's model is its reference: without adapters, or with the copy that TRL made of them."""
+    bare = trainer.accelerator.unwrap_model(trainer.model)
+    return use_adapter(bare, "ref" if "ref" in bare.peft_config else None)
 
 
 class ReferenceMixin(_OfReference):
@@ -415,11 +423,13 @@ class ReferenceMixin(_OfReference):
     memory: Any
     _memory_option: str
     _memory_is_planned: bool
+    _precomputes = False
+    _beside = threading.local()
+    """Of a walk's thread: whether the reference is computed beside it."""
 
     def __init__(self, *args, **kwargs):
+        self._apart = Fallbacks("The reference is computed in a walk of its own (`memory`)")
         super().__init__(*args, **kwargs)
-        if self.memory.streams and self.rows.reason_plain is None:
-            self.rows.reason_plain = IN_TURN
         if self._memory_option != "off" and self.precompute_ref_logps:
             args, train, evals = self.args, self.train_dataset, self.eval_dataset
             size = args.precompute_ref_batch_size
@@ -435,6 +445,46 @@ class ReferenceMixin(_OfReference):
             return dataset  # it is computed when the models are where they compute
         with self.memory.running():
             return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    @property
+    def of_reference(self) -> tuple[tuple[str, ...], ...]:
+        """Of each pass of the reference that goes beside the policy's, the names of what it tells of a batch."""
+        beside = self.ref_model is None and not self._precomputes
+        return (("ref_chosen_logps", "ref_rejected_logps"),) if beside else ()
+
+    def passes_beside(self) -> int:
+        return len(self.of_reference)
+
+    @property
+    def precompute_ref_logps(self) -> bool:
+        """Whether batches hold log-probabilities of the reference: of the data, or those that are computed beside."""
+        return self._precomputes or hasattr(self._beside, "reference")
+
+    @precompute_ref_logps.setter
+    def precompute_ref_logps(self, value: bool) -> None:
+        self._precomputes = value
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        found = {}
+        for names in self.of_reference if self._goes_beside() else ():
+            function = functools.partial(self._compute_of_reference, names, inputs)
+            if (later := self.memory.beside(function, len(names))) is not None:
+                found |= zip(names, later)
+                self._beside.reference = True
+        return super().compute_loss(model, {**inputs, **found} if found else inputs, *args, **kwargs)
+
+    def _goes_beside(self) -> bool:
+        """Whether passes of this micro-batch may go beside the one with gradients: no code of a user reads them."""
+        if not (self.memory.streams and torch.is_grad_enabled()):
+            return False
+        own = overridden(self, "_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
+        if own is not None and self.passes_beside():
+            self._apart.cannot_be_exact(f"`{own}` is not TRL's")
+        return own is None
+
+    def _compute_of_reference(self, names, inputs):
+        """Return those of [`of_reference`] that a pass tells."""
+        return self.compute_ref_log_probs(self.ref_model or self.model, inputs)
 
     def compute_ref_log_probs(self, model, inputs):
         inputs = send_to_device(inputs, self.args.device)
@@ -499,6 +549,8 @@ class HybridDPOTrainer(ReferenceMixin, TRLTrainerMixin, DPOTrainer):
 
     def _merged_memory(self) -> float:
         """Return what merged micro-batches may hold, as a multiple of the largest padded one; 0: they stay apart."""
+        if self.memory.streams:  # layers compute the rows of a window in one visit anyway
+            return 0.0
         args, options = self.args, self.hybrid_args
         # A loss may ask for gradients of weights by itself, and a hook keep what a module returned.
         because, marks = self.run.step.acts, self.rows.facts_of(self.model).marks

@@ -1,4 +1,7 @@
-"""Every trainer of TRL with streamed layers: the weights of TRL's resident run, to the last bit."""
+"""
+Every trainer of TRL with streamed layers: the weights of TRL's resident run, to the last bit; within 1e-6 where rows
+share prefixes.
+"""
 
 import itertools
 from dataclasses import replace
@@ -40,6 +43,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.gkd import GKDConfig, GKDTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 from trl.experimental.tpo import TPOConfig, TPOTrainer  # noqa: E402
+from trl.trainer import dpo_trainer  # noqa: E402
 
 from hf_hybrid import (  # noqa: E402
     HybridDPOConfig,
@@ -139,7 +143,7 @@ def made(name, folder, streamed, *, peft_config=None, config=None, others=None, 
     if streamed:
         config_class = CONFIGS.get(config_class) or hybrid_config(config_class)
         trainer_class = OURS.get(trainer_class) or type(f"Hybrid{name}", (HybridTrainerMixin, trainer_class), {})
-        phases = {} if name in ("grpo", "rloo") else {"enable_predict": False}
+        phases = {"share_rows": "off"} if name in ("grpo", "rloo") else {"enable_predict": False}
         values = {"memory": "stream", "resident_layers": 0, **phases, **values}
     policy = policy or model(kind, **(config or {}))
     keywords = {other: model(**given) for other, given in beside.items()} if others is None else others
@@ -207,6 +211,98 @@ def loads_per_window(trainer, steps=3):
     return [(after - before) for before, after in zip(counts[1], counts[2])]
 
 
+def adapters_over(pack):
+    return get_peft_model(pack(model()), lora(init_lora_weights=False))
+
+
+SHARED = {
+    "dpo": ("dpo", {}, (2, 1)),
+    "dpo, adapters": ("dpo", {"peft_config": lora}, (2, 0)),
+    "dpo, adapters, a single micro-batch": ("dpo", {"peft_config": lora, "gradient_accumulation_steps": 1}, (2, 0)),
+    "dpo, adapters over int8": ("dpo", {"policy": lambda: adapters_over(in_int8), "others": dict}, (2, 0)),
+    "dpo, adapters over 4 bits": ("dpo", {"policy": lambda: adapters_over(in_four_bits), "others": dict}, (2, 0)),
+    "dpo, all graphs kept": ("dpo", {"peft_config": lora, "gradient_checkpointing": False}, (2, 0)),
+    "kto": ("kto", {}, (2, 1)),
+    "kto, adapters": ("kto", {"peft_config": lora}, (2, 0)),
+    "kto, adapters, no distance": ("kto", {"peft_config": lora, "loss_type": "apo_zero_unpaired"}, (2, 0)),
+    "reward": ("reward", {}, (2, 0)),
+    # Completions take a copy for each of their tokens, and log-probabilities before the update one.
+    "grpo": ("grpo", {"gradient_accumulation_steps": 4}, (2 + 6, 1 + 1)),
+    "grpo, adapters": (
+        "grpo",
+        {"peft_config": lora, "steps_per_generation": 4, "others": lambda: {"reward_funcs": [reward_of_text]}},
+        (2 + 6 + 1, 0),
+    ),
+    "rloo": ("rloo", {"gradient_accumulation_steps": 4}, (2 + 6 + 1, 1 + 1)),
+    "rloo, adapters": (
+        "rloo",
+        {"peft_config": lora, "gradient_accumulation_steps": 4, "others": lambda: {"reward_funcs": [reward_of_text]}},
+        (2 + 6 + 1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(SHARED, ["dpo, adapters", "kto, adapters", "rloo, adapters"]))
+def test_rows_share_and_a_layer_comes_in_once_for_all_passes(case, tmp_path, monkeypatch):
+    """Policy and reference are computed in one visit if they are one base, and so is KTO's distance."""
+    name, options, most = SHARED[case]
+    if "adapters" in case:
+        monkeypatch.setitem(REFERENCES, name, False)
+
+    def of_case(**own):
+        given = {key: value() if callable(value) else value for key, value in options.items()}
+        return {"optim": "sgd", "learning_rate": 1e-2, **given, **own}
+
+    own = {"base_precision": "int8"} if "int8" in case else {}
+    theirs, trains = trained(name, tmp_path / "theirs", False, **of_case()), "lora" if "adapters" in case else ""
+    for shares in ("on", "off"):
+        ours = made(name, tmp_path / shares, True, **of_case(share_rows=shares, **own))
+        copies, found, shared = loads_per_window(ours), weights(ours.model), shares == "on"
+        for key, weight in weights(theirs.model).items():
+            assert trains not in key or torch.allclose(found[key], weight, rtol=0, atol=1e-6 * shared), key
+        assert losses(ours) == pytest.approx(losses(theirs), abs=1e-5 * shared)
+        assert (ours.hybrid_summary().get("tokens_shared", 0) > 0) == shared
+        assert ours.memory.window.by_layer and all(a <= b * LAYERS for a, b in zip(copies, most)), copies
+
+
+def twice(kind):
+    """A trainer with a method of a user's, which reads what a pass tells."""
+
+    class Twice(kind):
+        def _compute_kl_logps(self, model, batch):
+            return 2 * super()._compute_kl_logps(model, batch)
+
+    return Twice
+
+
+def test_methods_of_a_user_get_what_passes_tell(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "hf_hybrid")
+    theirs = twice(KTOTrainer)
+    monkeypatch.setitem(OURS, theirs, twice(HybridKTOTrainer))
+    monkeypatch.setitem(TRAINERS, "kto", (theirs, *TRAINERS["kto"][1:]))
+    runs = [trained("kto", tmp_path / str(s), s, peft_config=lora(), max_steps=2) for s in (False, True)]
+    check_same(*runs)
+    assert "walk of its own (`memory`): `Twice._compute_kl_logps` is not TRL's" in caplog.text
+
+
+def test_memory_runs_out_beside_the_policy(tmp_path, monkeypatch):
+    options = {"max_grad_norm": 0.0, "optim": "sgd", "max_steps": 2, "learning_rate": 1e-2}
+    theirs = trained("dpo", tmp_path / "theirs", False, peft_config=lora(), **options)
+    use, calls = dpo_trainer.use_adapter, []
+
+    def fail_once(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:  # in the second step
+            raise torch.OutOfMemoryError("planted")
+        return use(*args, **kwargs)
+
+    monkeypatch.setattr(dpo_trainer, "use_adapter", fail_once)
+    ours = trained("dpo", tmp_path / "ours", True, peft_config=lora(), **options)
+    assert [event["action"] for event in ours.hybrid_summary()["out_of_memory"]] and len(calls) > 4
+    pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
+    assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
+
+
 CASES = {
     "adapters": {"peft_config": lora},
     "adapters, a trained copy of the embeddings": {"peft_config": lambda: lora(modules_to_save=["embed_tokens"])},
@@ -231,11 +327,11 @@ def test_preference_pairs(case, walk, tmp_path):
     ours = made("dpo", tmp_path / "ours", True, **own, **options)
     policy, reference = loads_per_window(ours)
     check_same(theirs, ours)
-    passes = 2 if walk == "micro_batch" else 1
+    passes, by_layer = (1, True) if walk == "layer" else (2, False)
     precomputed = "precompute_ref_log_probs" in options
     # Two slots hold the layers at which a pass turns round, and those that the next begins with.
     adapters = "peft_config" in options
-    assert policy <= passes * LAYERS * (2 + (adapters and not precomputed))
+    assert policy <= passes * LAYERS * (2 + (adapters and not precomputed and not by_layer))
     assert reference == (0 if adapters or precomputed else passes * LAYERS)
 
 
