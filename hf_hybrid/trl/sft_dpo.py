@@ -44,6 +44,7 @@ class TRLConfigBase(HybridConfigBase):
     """The options and checks that the configs for TRL have in common."""
 
     plan_values = {"stream_embeddings": False}  # TRL multiplies with the head's weights without calling it
+    chunked_by_trl = True
 
     def __post_init__(self):
         if self.bf16 is None and not self.fp16:  # by the hardware: TRL has it on, which fails where nothing can do it
@@ -54,7 +55,7 @@ class TRLConfigBase(HybridConfigBase):
             else:
                 self.bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
         super().__post_init__()
-        if self.chunked_loss == "on":
+        if self.chunked_loss == "on" and self.chunked_by_trl:
             raise ValueError(
                 "`chunked_loss=on` changes the head of the model, past which TRL computes its loss, in chunks already. "
                 "Leave `chunked_loss` out."

@@ -1,5 +1,6 @@
 """Every trainer of TRL with streamed layers: the weights of TRL's resident run, to the last bit."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,8 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer  # noqa: E402
 from hf_hybrid import (  # noqa: E402
     HybridDPOConfig,
     HybridDPOTrainer,
+    HybridGKDConfig,
+    HybridGKDTrainer,
     HybridGRPOConfig,
     HybridGRPOTrainer,
     HybridKTOTrainer,
@@ -54,6 +57,7 @@ from hf_hybrid import (  # noqa: E402
 from hf_hybrid.build import estimator_for  # noqa: E402
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows  # noqa: E402
 from hf_hybrid.trainer import HybridTrainerMixin  # noqa: E402
+from hf_hybrid.trl import distillation  # noqa: E402
 
 LAYERS = 4
 OURS = {
@@ -62,8 +66,11 @@ OURS = {
     RewardTrainer: HybridRewardTrainer,
     GRPOTrainer: HybridGRPOTrainer,
     RLOOTrainer: HybridRLOOTrainer,
+    GKDTrainer: HybridGKDTrainer,
 }
-CONFIGS = {GRPOConfig: HybridGRPOConfig, RLOOConfig: HybridRLOOConfig, DPOConfig: HybridDPOConfig}
+CONFIGS = {
+    GRPOConfig: HybridGRPOConfig, RLOOConfig: HybridRLOOConfig, DPOConfig: HybridDPOConfig, GKDConfig: HybridGKDConfig,
+}  # fmt: skip
 
 
 def words(seed, count):
@@ -128,7 +135,7 @@ REFERENCES = {"grpo": True, "rloo": True}
 """Those that load their reference by its name."""
 
 
-def made(name, folder, streamed, *, peft_config=None, config=None, others=None, policy=None, **options):
+def made(name, folder, streamed, *, peft_config=None, config=None, others=None, policy=None, our_class=None, **options):
     trainer_class, config_class, rows, kind, beside, own = TRAINERS[name]
     values = {
         "max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.1,
@@ -137,7 +144,9 @@ def made(name, folder, streamed, *, peft_config=None, config=None, others=None, 
     }  # fmt: skip
     if streamed:
         config_class = CONFIGS.get(config_class) or hybrid_config(config_class)
-        trainer_class = OURS.get(trainer_class) or type(f"Hybrid{name}", (HybridTrainerMixin, trainer_class), {})
+        trainer_class = our_class or OURS.get(trainer_class, trainer_class)
+        if not issubclass(trainer_class, HybridTrainerMixin):
+            trainer_class = type(f"Hybrid{name}", (HybridTrainerMixin, trainer_class), {})
         phases = {} if name in ("grpo", "rloo") else {"enable_predict": False}
         values = {"memory": "stream", "resident_layers": 0, **phases, **values}
     policy = policy or model(kind, **(config or {}))
@@ -156,6 +165,7 @@ def made(name, folder, streamed, *, peft_config=None, config=None, others=None, 
         model=policy,
         args=config_class(str(folder), **values),
         train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:4]),
         processing_class=TOKENIZER,
         peft_config=peft_config,
         **keywords,
@@ -189,6 +199,50 @@ def test_weights_are_those_of_trl(name, tmp_path, caplog):
     found = check_same(theirs, ours)
     assert found["streamed_units"] == LAYERS and found["loads"] > 3 * LAYERS
     assert ours.memory.window.by_layer and "micro-batch by micro-batch" not in caplog.text
+
+
+IN_CHUNKS = {
+    "streamed": ({"beta": 0.5, "lmbda": 0.5}, {}),
+    "streamed, adapters": ({"beta": 1.0, "lmbda": 0.0, "peft_config": lora}, {}),
+    "resident, a cap and a factor": (
+        {
+            "beta": 0.0, "lmbda": 0.0, "seq_kd": True, "policy": lambda: build_model("gemma2"),
+            "others": lambda: {"teacher_model": build_model("cohere", 1)},
+        },
+        RESIDENT,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", mostly_slow(IN_CHUNKS, ["streamed"]))
+def test_logits_to_distil_from_are_made_a_few_tokens_at_a_time(case, tmp_path, monkeypatch, caplog):
+    options, place = IN_CHUNKS[case]
+    runs, seen, logits = [], [], distillation.ChunkedDistance._logits
+    monkeypatch.setattr(distillation, "DISTANCE_LOGITS", 3 * 256)
+    monkeypatch.setattr(distillation.ChunkedDistance, "_logits", lambda *args: seen.append(logits(*args)) or seen[-1])
+    for streamed in (False, True):
+        own = {name: value() if callable(value) else value for name, value in options.items()}
+        own |= {"chunked_loss": "on", **place} if streamed else {}
+        own |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2, "optim": "sgd"}
+        random.seed(3)
+        runs.append(trained("gkd", tmp_path / str(streamed), streamed, **own))
+    theirs, ours = (weights(trainer.model) for trainer in runs)
+    assert 400 < max(map(torch.Tensor.numel, seen)) <= 3 * 256 and len(seen) > 30 and "chunked_loss" not in caplog.text
+    for key in ("loss", "eval_loss"):
+        logged = [[entry[key] for entry in run.state.log_history if key in entry] for run in runs]
+        assert logged[1] == pytest.approx(logged[0], rel=1e-5) and len(logged[0]) > 1
+    assert all(torch.allclose(theirs[name], ours[name], rtol=0, atol=1e-6) for name in theirs)
+
+
+def test_a_distance_of_a_users_own_sees_all_logits(tmp_path):
+    class Mine(HybridGKDTrainer):
+        @staticmethod
+        def generalized_jsd_loss(student_logits, teacher_logits, **given):
+            return GKDTrainer.generalized_jsd_loss(student_logits, 2 * teacher_logits, **given)
+
+    trainer = made("gkd", tmp_path, True, chunked_loss="on", our_class=Mine)
+    with pytest.raises(ValueError, match="`Mine.generalized_jsd_loss` is not TRL's"):
+        trainer.train()
 
 
 def loads_per_window(trainer, steps=3):
