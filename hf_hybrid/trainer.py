@@ -180,6 +180,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     """Sequences of a probe, at least 2. `None`: 8, and fewer where the budget of probes affords no more."""
     trains_preferences = False
     """Whether the loss is that of preference pairs, for which adapters have a lower learning rate by default."""
+    loss_switch: type[ChunkedLossSwitch] = ChunkedLossSwitch
+    """Class that computes the loss in chunks."""
     rows: Any = None
     """The part that computes batches as trees (rows/), if there is one."""
     blocks_of_rows: int = 1
@@ -194,7 +196,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.leap_obstacle: str | None = None
         """Why the run has phases and cannot leap."""
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
-        self._chunked_loss = ChunkedLossSwitch()
+        self._chunked_loss = self.loss_switch()
         self._held: ByteTable | None = None
         """The bytes held between steps, by category and place."""
         self.saver, self.trial, self._ignored_in_evaluations = Saver(self), None, None
@@ -442,6 +444,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         with contextlib.ExitStack() as afterwards:
             in_step.is_changing = True
             afterwards.callback(setattr, in_step, "is_changing", False)
+            if self.memory.evaluated is not None:
+                afterwards.enter_context(self.memory.evaluated.holding_heads())
             if window is not None and window.asks:
                 window.look(inputs)  # before parts exchange forward passes, whose gradients may be anywhere
             if run.around_forward:

@@ -184,14 +184,13 @@ class WeightBytes:
 
     def add_beside(self, table: ByteTable) -> None:
         """
-        Add models that are not trained, whole on the device or their layers on the host, and what completions hold
+        Add models that are not trained, on the device or on the host as far as they stream, and what completions hold
         beyond the activations of a step.
         """
-        whole, layers, slots, logits = self.setup.evaluated
+        whole, layers, slots = self.setup.evaluated
         on_host = layers * self.setup.evaluated_on_host
         table.add("weights", "device", whole - on_host + slots * self.setup.evaluated_on_host)
         table.add("weights", "host", on_host)
-        table.add("activations", "device", logits)
         table.add("activations", "device", max(self.setup.cached - table.get("activations", "device"), 0))
 
     def add_leaps(self, table: ByteTable, resident: WeightCount) -> None:
@@ -336,8 +335,10 @@ class StreamedStep:
         return leaving if self.per.on_gpu else 0
 
     def update(self) -> DeviceBytes:
-        """A unit is updated before its forward pass. At the first step its states are made beside the ring, instead."""
-        scratch = self.per.update_scratch + MUON_SCRATCH * self.shape.largest_muon
+        """A unit is updated before its forward pass. In the first step states are made beside the ring, one by one."""
+        trained = (p.count for unit in (*self.layers, *self.ends) for p in unit.by_parameter if p.trained)
+        states = math.ceil(max(trained, default=0) * self.per.state)
+        scratch = self.per.update_scratch + MUON_SCRATCH * self.shape.largest_muon + states
         gradients = self.still_leaving() + self.gradients_of_a_layer * self.in_backward
         return {"gradients": gradients, "buffers": self.ring + scratch * bool(self.ring)}
 

@@ -49,6 +49,8 @@ from hf_hybrid.streaming.layers import base_model
 logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
+DISTANCE = "generalized_jsd_loss"
+"""Method of TRL's trainers: the distance between logits of two models."""
 DISTANCE_LOGITS = 2**24
 """Logits of each model that are there at once for the distance between two."""
 FEW_CHUNKS = 8
@@ -474,6 +476,8 @@ class ChunkedLossSwitch:
             self._refuse(reason)
 
     def reason_not_chunked(self, trainer: TrainerView) -> str | None:
+        if hasattr(trainer, DISTANCE):
+            return "its loss is a distance between logits, which `HybridGKDTrainer` takes in chunks"
         if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
             return "the trainer has its own loss (`compute_loss_func` or `label_smoothing_factor`)"
         return ChunkedCausalLoss.reason_not_chunked(trainer.model)

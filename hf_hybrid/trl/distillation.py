@@ -181,9 +181,10 @@ class HybridGKDTrainer(HybridTrainerMixin, GKDTrainer):  # ty: ignore[incompatib
     have `input_ids` and `labels` with a [`AnswersCollator`]. `chunked_loss` is the distance without all logits.
     """
 
+    loss_switch = _DistanceSwitch
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._chunked_loss = _DistanceSwitch()
         # TRL turns the cache off where layers are recomputed, and then generates without recomputing.
         self.generation_config.use_cache = self.generation_kwargs["use_cache"] = True
 

@@ -284,10 +284,10 @@ class TRLTrainerMixin(HybridTrainerMixin):
 
     _is_vision_dataset: bool
     more_inputs = {"fused_lm_head": True}  # TRL computes the head in chunks, on a GPU by kernels of its own
+    loss_switch = _HeadOfTRL
 
     def __init__(self, *args, probe_dataset=None, **kwargs):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
-        self._chunked_loss = _HeadOfTRL()
         check_images(self)
         if self.has_phases and self._is_vision_dataset:
             reason = "`train_dataset` holds images, and leaps are verified on text alone."
