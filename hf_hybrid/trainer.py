@@ -188,6 +188,10 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     """Blocks of rows in a batch: 2 where all chosen completions are followed by all rejected ones, as in TRL."""
     cannot_repeat: str | None = None
     """Why a step of this trainer cannot be computed again after an out-of-memory error, as a sentence."""
+    draws_first = False
+    """Whether a window first draws what is not drawn again: the trainer notes the random states behind it."""
+    rows_at_once: int | None = None
+    """Rows of a micro-batch whose loss takes fewer at a time by itself, if memory runs out."""
 
     def __init__(self, *args, probe_dataset=None, parts=(), direction=None, device_map=None, **kwargs):
         self.run, self.memory, self.parts = Run(), Resident(), []
@@ -240,6 +244,9 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     def own_parts(self) -> list[Part]:
         """Return the parts that trainers of this kind add to every run."""
         return parts_of_reference(self)
+
+    def begin_again(self) -> None:
+        """The window under way is computed again, because memory ran out."""
 
     @property
     def has_phases(self) -> bool:

@@ -406,6 +406,46 @@ def test_memory_runs_out_in_the_pass_of_a_model_that_is_evaluated(name, tmp_path
     assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
 
 
+OUT_OF_MEMORY = {
+    "update": ("grpo", True, 1, ["split micro-batches"], {}),
+    "update, twice": ("rloo", True, 2, ["split micro-batches", "walk by micro-batch"], {}),
+    "update, of tokens": ("grpo", True, 1, ["split micro-batches"], {"loss_type": "bnpo", "beta": 0.0}),
+    "update, on the device": ("grpo", False, 1, ["split micro-batches"], {"loss_type": "grpo"}),
+    "reference": ("grpo", True, 0, ["split log-probabilities"], {}),
+    "reference, on the device": ("rloo", False, 0, ["split log-probabilities"], {}),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(OUT_OF_MEMORY, ["update", "update, on the device", "reference"]))
+def test_completions_are_made_once_when_memory_runs_out(case, tmp_path, monkeypatch):
+    name, streamed, fails, actions, own = OUT_OF_MEMORY[case]
+    options = {"max_grad_norm": 0.0, "optim": "sgd", "max_steps": 3, "temperature": 1.0, **own}
+    theirs = trained(name, tmp_path / "theirs", False, **options)
+    ours = made(name, tmp_path / "ours", True, **options, **({} if streamed else RESIDENT))
+    planted, rewarded, silu, reward = [], [], torch.nn.functional.silu, ours.reward_funcs[0]
+
+    def fail(*_):
+        if ours.state.global_step == 1 and len(planted) < max(fails, 1):
+            planted.append(1)
+            raise torch.OutOfMemoryError("planted")
+
+    if fails:
+        update = lambda *given, **more: (fail() if torch.is_grad_enabled() else None) or silu(*given, **more)  # noqa: E731
+        monkeypatch.setattr(torch.nn.functional, "silu", update)
+    else:
+        ours.ref_model.model.layers[2].mlp.register_forward_pre_hook(fail)
+    ours.reward_funcs[0] = lambda *given, **more: rewarded.append(1) or reward(*given, **more)
+    torch.manual_seed(7)
+    ours.train()
+    assert [event["action"] for event in ours.hybrid_summary()["out_of_memory"]] == actions
+    assert len(planted) == max(fails, 1) and len(rewarded) == 3
+    pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
+    assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
+    entries = [[entry for entry in run.state.log_history if "loss" in entry] for run in (theirs, ours)]
+    for key in ("loss", "reward", "completions/mean_length"):
+        assert [e[key] for e in entries[1]] == pytest.approx([e[key] for e in entries[0]], rel=1e-4, abs=1e-6)
+
+
 def easy_or_hard(prompts, completions, **_):
     """Prompts with an odd number give no advantage."""
     pairs = zip(prompts, completions)
