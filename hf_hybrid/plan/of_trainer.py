@@ -183,8 +183,8 @@ def sampled(trainer: PlannedTrainer) -> tuple[int, SomeImages | None]:
         longest = max(map(_tokens, _spread(data, SAMPLED_LENGTHS)))
         return min(longest, getattr(trainer.args, "max_length", None) or longest), None
     except (TypeError, KeyError, IndexError, ValueError):
-        config = getattr(trainer.model, "config", None)
-        usual = min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
+        most = getattr(getattr(trainer.model, "config", None), "max_position_embeddings", None)
+        usual = min(most or 1024, getattr(trainer.args, "max_length", None) or 1024, 1024)
     if encoder_of(trainer.model) is None:
         return usual, None
     before = RandomStates.now(trainer.args.device)
@@ -205,7 +205,7 @@ def _spread(data: Any, count: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _tokens(row: Mapping[str, Any]) -> int:
-    pair = [len(row[name]) for name in ("chosen_ids", "rejected_ids") if name in row]
+    pair = [len(row[name]) for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
     return len(row["prompt_ids"]) + max(pair) if pair else len(row["input_ids"])
 
 

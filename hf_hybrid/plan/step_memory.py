@@ -286,6 +286,9 @@ class StreamedStep:
         # The output before the last is parked as well, though it is needed again at once.
         waiting = (len(shape.layers) - 1) * setup.micro_batches_in_flight if setup.offload_activations else 0
         self.parked = waiting * active.output
+        # Layers leave boundaries for their backward pass: on the device, or with `offload_activations` all but two.
+        near = min(len(shape.layers), 2) if setup.offload_activations else len(shape.layers)
+        self.boundaries = near * active.boundary * setup.micro_batches_in_flight
         self.parked_locked = waiting * self.per.locked(active.output)
         # Gradients of embeddings or head add up over the micro-batches of a pass; each is there beside the sum.
         self.passes = setup.gradient_accumulation_steps // setup.micro_batches_in_flight
@@ -309,11 +312,7 @@ class StreamedStep:
             expanded = max((layer.frozen for layer in self.layers), default=0)
             table.add("buffers", "device", expanded * per.computed.frozen)
         table.add("buffers", "device", self.adapter_copies)
-        # Layers leave boundaries for their backward pass: on the device, or with `offload_activations` all but two.
-        layers = len(self.shape.layers)
-        near = min(layers, 2) if self.setup.offload_activations else layers
-        of_a_micro_batch = self.active.always + near * self.active.boundary
-        table.add("activations", "device", of_a_micro_batch * self.setup.micro_batches_in_flight)
+        table.add("activations", "device", self.active.always * self.setup.micro_batches_in_flight + self.boundaries)
         table.add("activations", "host", self.parked_locked)
         for layer, times in Counter(self.layers).items():
             on_host = not self.in_backward or self.passes > 1  # of several passes gradients add up there
@@ -339,7 +338,9 @@ class StreamedStep:
         trained = (p.count for unit in (*self.layers, *self.ends) for p in unit.by_parameter if p.trained)
         states = math.ceil(max(trained, default=0) * self.per.state)
         scratch = self.per.update_scratch + MUON_SCRATCH * self.shape.largest_muon + states
-        gradients = self.still_leaving() + self.gradients_of_a_layer * self.in_backward
+        # When the last layers are updated, all boundaries are there, and what still left at the first one has left.
+        leaving = max(self.still_leaving() - self.boundaries, 0)
+        gradients = leaving + self.gradients_of_a_layer * self.in_backward
         return {"gradients": gradients, "buffers": self.ring + scratch * bool(self.ring)}
 
     def loss(self) -> DeviceBytes:
