@@ -589,7 +589,7 @@ def fused_experts_part(trainer: BuiltTrainer) -> FusedExperts | None:
     return FusedExperts(layers) if layers else None
 
 
-def rows_part(trainer: BuiltTrainer) -> Part | None:
+def rows_part(trainer: BuiltTrainer) -> Any:
     """Return the part that computes windows as trees, if the options ask for it."""
     options = trainer.hybrid_args
     if options.share_rows == "off" or options.exactness == "bits":

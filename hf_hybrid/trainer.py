@@ -228,6 +228,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             warn_of_untested_versions()
         keep_differentiable(self.model)
         self.rows = build.rows_part(self) if self.rows is None else self.rows
+        if self.rows is not None and self.cannot_repeat is None:
+            self.rows.repeats = self.recovery.retries and self.accelerator.num_processes == 1
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
         own = [self.order, *([] if self.rows is None else [self.rows]), self.recovery, self.memory_guard]
         self.parts, self.probe_dataset = [*own, *build.memory_parts(self), *self.own_parts(), *parts], probe_dataset
@@ -459,7 +461,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
                 afterwards.callback(run.call, "after_backward", run.phase)
                 run.call("before_forward", run.phase)
             if rows is not None and (rows.in_every_pass or run.step.window is not None):
-                afterwards.enter_context(rows.around())
+                afterwards.enter_context(rows.around(self.accelerator.sync_gradients))
             return step(inputs)
 
     def _skip_step(self, model) -> torch.Tensor:

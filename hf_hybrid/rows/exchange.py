@@ -40,13 +40,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ from hf_hybrid.rows.attention import ARGUMENT, FlatRow, Layout, attention, no_ma
 from hf_hybrid.rows.comparison import Comparison, Observed
 from hf_hybrid.rows.costs import WORTH, share_saved
 from hf_hybrid.rows.facts import ModelFacts, Plan, dropout_of
-from hf_hybrid.rows.images import Images, standing_in
+from hf_hybrid.rows.images import FIRST, SHARED, Images, numbers_of, standing_in
 from hf_hybrid.rows.randomness import Drawn, changed_buffer, drawn_numbers
 from hf_hybrid.rows.recurrent import by_row
 from hf_hybrid.rows.router_loss import OPTION, router_losses
@@ -87,7 +88,7 @@ from hf_hybrid.run.trainer_view import IN_PLACE, module_of_user
 logger = logging.getLogger(__name__)
 
 COUNTS = ("tokens", "tokens_padding", "tokens_shared", "micro_batches_saved")
-OF_IMAGES = ("images", "images_shared")
+OF_IMAGES = ("images", SHARED)
 """How many stand in rows, and how many of them were not encoded."""
 MICRO_BATCHES, DIVISORS = "hybrid_micro_batches", "hybrid_divisors"
 """Names of [`Batch.micro_batches`] and [`Batch.divisors`] in a batch that windows.py laid out. No model gets them."""
@@ -114,6 +115,16 @@ class Copied:
     row: FlatRow | None = None
     seen: Seen = field(default_factory=dict)
     """What it was copied from, where that tells whether a user's code changed it."""
+    again: Mapping[int, int] | None = None
+    """Its images that later micro-batches of the window have, see [`Images.in_turn`], once they are known."""
+
+
+class LaidOut(NamedTuple):
+    """A micro-batch as it was when its window began: its tensors, what a model gets of them, and all on the host."""
+
+    tensors: Seen
+    copied: Copied
+    here: Mapping[str, Any]
 
 
 def seen_now(inputs: Mapping[str, Any]) -> Seen:
@@ -236,6 +247,15 @@ class Exchange(Part):
         self._backward_follows = self._is_laid_out = self._said_drawn = False
         self._pass = _Pass()
         self._is_counting = True
+        self._window: list[LaidOut] = []
+        self._acts: str | None = None
+        """What code of a user acts between micro-batches."""
+        self.ends_window = False
+        """Whether the micro-batch under way is the last one of its window."""
+        self.repeats = False
+        """Whether a window is computed again if memory runs out."""
+        self._holds_images, self._has_held = True, False
+        """Whether an encoder's activations are held until the last pass that reads an image, and some were."""
 
     @property
     def plain_because(self) -> str | None:
@@ -267,15 +287,16 @@ class Exchange(Part):
 
     def clean_up(self) -> None:
         self.host.known.clear()
-        self.images = None  # they lie on the device
+        self._window, self.images = [], None  # they lie on the device
 
     def begin_step(self, step: Step) -> None:
         self.host.known.clear()
         self._looked_at.clear()
-        self.images = None
+        self._window, self.images = [], None
 
     def arrange(self, step: Step) -> None:
         """Lay out the micro-batches of a step anew, if this part does, once `on_step_begin` has been called."""
+        self._acts = step.acts
 
     def end(self) -> None:
         """Say what was saved."""
@@ -291,40 +312,66 @@ class Exchange(Part):
             f"{padding:,} of padding were not computed; {micro_batches:,} micro-batches were left over."
         )
 
-    def copy_ahead(self, tensors: Sequence[Tensor], batches: Iterable[Rows]) -> None:
+    def copy_ahead(
+        self,
+        tensors: Sequence[Tensor],
+        batches: Iterable[Rows],
+        here: Sequence[Mapping[str, Any]],
+        seen: Iterable[Seen] = (),
+    ) -> None:
         """
-        Copy the batches of a step to the host at once: the host waits for the device at every copy. `tensors` are what
-        a model will get of each, or what [`HostBatches.computing`] will name.
+        Copy the micro-batches of a window to the host at once: the host waits for the device at every copy. `tensors`
+        are what a model will get of each, or what [`HostBatches.computing`] will name. `here` are all of their tensors,
+        and `seen` those that code of a user may change.
         """
         self.host.known.clear()
+        self._window = []
         if self.may_share:
-            for tensor, batch in zip(tensors, on_host(list(batches))):
-                self.host.known[tensor] = Copied(batch)
+            for tensor, batch, inputs, before in itertools.zip_longest(tensors, on_host(list(batches)), here, seen):
+                self.host.known[tensor] = copied = Copied(batch)
+                self._window.append(LaidOut(before or {}, copied, inputs))
+
+    def number_of(self, inputs: Mapping[str, Any], may_change: bool) -> int | None:
+        """Return which micro-batch of the window these are. `may_change`: a trainer makes others of them."""
+        window = () if may_change else enumerate(self._window)
+        number = next((number for number, laid_out in window if are_still(laid_out.tensors, inputs)), None)
+        if number is None and torch.is_tensor(ids := inputs.get("input_ids")):
+            self.host.known.pop(ids, None)  # other parts of the batch are new
+        return number
 
     def summary(self) -> dict[str, Any]:
         counts = {name: self.counts[name] for name in (*COUNTS, *OF_IMAGES * bool(self.counts["images"]))}
         return {**counts, "dropout_drawn_once": self.draws_once, "plain_rows_because": self.plain_because}
 
+    def spare_memory(self) -> str | None:
+        if self.images is not None:
+            self.images.forget()
+        has_held, self._has_held = self._has_held, False
+        self._holds_images = self._holds_images and not has_held
+        return "an image is encoded in each micro-batch that has it" if has_held else None
+
     def state_dict(self) -> dict[str, Any]:
         state = {"plain_because": self.plain_because, "draws_once": self.draws_once, "draws_late": self._draws_late}
+        state["encodes_again"] = not self._holds_images
         return {name: value for name, value in state.items() if value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.fallbacks.because = state.get("plain_because")
+        self._holds_images = not state.get("encodes_again", False)
         self.draws_once, self._draws_late = state.get("draws_once", False), state.get("draws_late", False)
 
     # Open and closed. Recomputed layers need the attention of trees in the backward pass too.
 
     @contextlib.contextmanager
-    def around(self) -> Generator[None]:
+    def around(self, ends_window: bool) -> Generator[None]:
         """Context for forward and backward pass of a micro-batch: models that are opened in it stay open until then."""
-        self._backward_follows = True
+        self._backward_follows, self.ends_window = True, ends_window
         try:
             for model in self.models:
                 self._open(model)
             yield
-            if self.images is not None:
-                self.images.run_backward()
+            if self.images is not None and ends_window:
+                self.images.run_backward(joined=True)
         finally:
             self._backward_follows = False
             self._close()
@@ -473,6 +520,8 @@ class Exchange(Part):
         """Exchange the values of targets for those of the batch, where the caller reads any; add the router's loss."""
         way = self._pass
         row, way.row = way.row, None
+        if self.images is not None and self.ends_window and way.observed is None and torch.is_grad_enabled():
+            self.images.run_backward(joined=False)  # before processes wait for the gradients of this pass
         if way.observed is not None:
             way.observed.router = way.router if row is not None else getattr(output, "aux_loss", None)
         joint, way.joint = way.joint, None
@@ -528,9 +577,13 @@ class Exchange(Part):
         else:
             copied = Copied(unpacked(inputs, rows_of_states))
         batch, tree, row = copied.batch, copied.tree, copied.row
+        is_counted = tree is None and self._is_counting
         if tree is None:
-            if self.reads_labels and batch.images is None and self.facts_of(model).encoder is not None:
-                coded = self.with_images(self.facts_of(model), inputs, batch)
+            unread = self.reads_labels and (batch.images is None or copied.again is None)
+            if unread and (facts := self.facts_of(model)).encoder is not None:
+                if copied.again is None and any(copied is laid_out.copied for laid_out in self._window):
+                    self._look_ahead(facts)
+                coded = self.with_images(facts, inputs, copied.batch) if copied.batch.images is None else copied.batch
                 if isinstance(coded, str):
                     self.fallbacks.cannot_be_exact(coded)
                     return None
@@ -542,7 +595,7 @@ class Exchange(Part):
                 numbers, divisors = (None if origin is None else origin.cpu() for origin in origins)
                 batch = batch._replace(micro_batches=numbers, divisors=divisors)
             tree = self._tree_of(model, inputs, batch)
-            if self._is_counting:
+            if is_counted:
                 self._count([batch], tree, inputs["input_ids"].numel())
         if tree is None:
             return None
@@ -555,7 +608,47 @@ class Exchange(Part):
             options: Any = {"repeats": repeats, "balances": balances, "images": batch.images}
             ((rows,), _) = FlatRow.on(device, [(tree, [batch])], **options)
             row = rows[0]
+            if row.images is not None:
+                row = row._replace(images=row.images._replace(again=copied.again, is_counted=is_counted))
         return row
+
+    def _look_ahead(self, facts: ModelFacts) -> None:
+        """Read the images of the micro-batches of a window, and find out which of them later ones have too."""
+        if self._holds_images and self._who_acts(facts) is None:
+            self._code_ahead(facts)
+            numbers = [numbers_of(laid_out.copied.batch.ids.numpy()) for laid_out in self._window]
+            agains = self._in_turn(facts, numbers, [laid_out.copied.batch for laid_out in self._window])
+            for laid_out, again in zip(self._window, agains):
+                laid_out.copied.again = again
+
+    def _code_ahead(self, facts: ModelFacts) -> bool:
+        """Return whether the images of all micro-batches of a window can be read, and do; what cannot is said later."""
+        copies = [(laid_out.copied, laid_out.here) for laid_out in self._window if laid_out.copied.batch.images is None]
+        coded = [self.with_images(facts, here, copied.batch) for copied, here in copies]
+        for (copied, _), batch in zip(copies, coded):
+            copied.batch = batch if isinstance(batch, Batch) else copied.batch
+        return not any(isinstance(reason, str) for reason in coded)
+
+    def _in_turn(self, facts: ModelFacts, passes: Sequence[Collection[int]], batches: Sequence[Batch]) -> Sequence[Any]:
+        """
+        As [`Images.in_turn`]. Unless layers are recomputed, or a window is if memory runs out, no more is held than
+        computing the largest of the `batches` takes.
+        """
+        images: Any = self.images
+        if not self._holds_images:
+            return [None] * len(passes)
+        is_little = self.repeats or any(getattr(of, "gradient_checkpointing", False) for of in facts.encoder.modules())
+        most = float("inf") if is_little else max(int((batch.ids >= FIRST).sum()) for batch in batches)
+        found = images.in_turn(passes, most)
+        self._has_held = any(found)
+        return found
+
+    def _who_acts(self, facts: ModelFacts) -> str | None:
+        """Return what code of a user acts on each of several micro-batches."""
+        marks = facts.marks
+        if self._acts is None and marks is not None and marks.of_gradients:
+            return f"a hook of yours (`{marks.hooks[0]!r:.60}`) sees each by itself"
+        return self._acts
 
     def _tree_of(self, model: nn.Module, inputs: Mapping[str, Any], batch: Batch) -> Tree | None:
         """Return the tree of a batch, or `None` if the batch is computed as it is."""
@@ -575,7 +668,8 @@ class Exchange(Part):
             compact, whole, compute = True, False, functools.partial(_states_of, facts.backbone)
         plan = self._plan(model, [batch], functools.partial(divide, most=float("inf")), device, compact, whole)
         # Parts of several micro-batches have several router's losses and means, which padded rows do not.
-        if not plan.trees or (plan.cost > self.worth * plan.padded and batch.micro_batches is None):
+        worth = self.worth if batch.images is None else max(self.worth, 1.0)  # others may have an image too
+        if not plan.trees or (plan.cost > worth * plan.padded and batch.micro_batches is None):
             return None
         (tree,) = plan.trees
         return tree if self._is_same(model, tree, [batch], compute, device) else None
@@ -591,27 +685,23 @@ class Exchange(Part):
         tokens = sum(batch.tokens for batch in batches)
         self.counts["tokens"] += tokens
         if self.images is not None:
-            self._count_images(batches, () if tree is None else (tree,))
+            self._count_images(batches, tree is not None)
         if tree is not None:
             self.counts["tokens_padding"] += places - tokens
             self.counts["tokens_shared"] += tokens - tree.size
 
     def with_images(self, facts: ModelFacts, inputs: Mapping[str, Any], batch: Batch) -> Batch | str:
         """Return a batch of a model that sees with codes of its images, or why it cannot be read."""
-        self.images = self.images or Images()
-        return self.images.coded(facts.encoder, inputs, batch)
+        self.images = self.images or Images(self.counts)
+        self.images.keeps = self._who_acts(facts) is None
+        return self.images.coded(facts.encoder, inputs, batch, facts.sees)
 
-    def _count_images(self, batches: Sequence[Batch], trees: Sequence[Tree], apart: bool = False) -> None:
-        """
-        Count the images of batches, and those that their trees, if there are any, do not encode again. `apart`: each
-        tree encodes its own.
-        """
+    def _count_images(self, batches: Sequence[Batch], is_exchanged: bool) -> None:
+        """Count the images of batches. What is encoded of those that are exchanged is taken off later."""
         images: Any = self.images
         count = sum(images.count(batch)[0] for batch in batches if batch.images is not None)
         self.counts["images"] += count
-        encodings = [[tree] for tree in trees] if apart else [trees] if trees else []
-        encoded = sum(images.count_encoded(encoding)[0] for encoding in encodings)
-        self.counts["images_shared"] += count - encoded if trees else 0
+        self.counts[SHARED] += count * is_exchanged
 
     # Whether.
 

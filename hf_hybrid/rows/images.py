@@ -14,15 +14,19 @@ rows share an image if it is the same one, after the same tokens.
 images in the order in which they first stand there. It calls its `get_image_features`, where a stand-in encodes them
 and puts the features where the flat row has their tokens, which may be several places. So adapters, recomputation,
 autocast and sharding find the encoder where they expect it. Features of an encoder that is not trained are kept until
-the step is over, for the other micro-batches and models of the same weights.
+the step is over, for the other micro-batches and models of the same weights. Those of one that is are held for the
+micro-batches of a window, the last of which takes the gradients of all through the encoder ([`Images.in_turn`]).
 
 **Positions** of an image's tokens may have two axes (Qwen's models). They are those of the model's own
 `get_rope_index` for the padded batch: each token of the flat row has the position that it has in its row.
 
 **Which tokens are of which image** is not written in a batch. [`_in_order`] finds it: images stand in the order of
 their tokens, each as one run of tokens, or all of one size, or one in each row. Where none of these holds the batch
-stays padded, and so do videos, models whose batches hold more than [`NAMES`], and images whose tokens see what stands
-behind them: a batch tells it ([`SEES`], Gemma 3, PaliGemma), or the comparison of the first rows with images finds it.
+stays padded, and so do videos, and models whose batches hold more than [`NAMES`].
+
+**Tokens that see what stands behind them.** Those of an image may see it whole, in all layers (Gemma 3) or in some
+(Gemma 4). [`sees_behind`] asks the masks that the model makes, and attention.py attends so. Rows part before or behind
+an image, never inside. Prompts that see each other whole (PaliGemma) stay padded.
 """
 
 from __future__ import annotations
@@ -30,23 +34,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
-from types import MappingProxyType
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.rows.tree import WORD, Batch, Row, Tree
+from hf_hybrid.rows.attention import attention
+from hf_hybrid.rows.tree import IGNORED, WORD, Batch, Row, Tree
 
 FIRST = 1 << 31
 """Code of the tokens of the first image."""
 GRID, SIZES, MASK, PLACES = "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids"
 TYPES, SEES = "mm_token_type_ids", "token_type_ids"
-"""Arguments that tell tokens of images from others, 1 and 0; the second one where they see each other."""
+"""Arguments that tell tokens of images from others, 1 and 0; the second one where they may see each other."""
 NAMES = ("pixel_values", GRID, SIZES, MASK, PLACES, TYPES, SEES)
 """Arguments of a model that [`Images`] can read."""
+SHARED = "images_shared"
+"""Name of the count of images that stand in rows and were not encoded."""
+
+KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
+"""Those that models make masks for: without a window, and with one."""
 
 
 class Image(NamedTuple):
@@ -57,6 +67,37 @@ class Image(NamedTuple):
     tokens: int
 
 
+class Joined(torch.autograd.Function):
+    """Values, to whose gradients those of their leaves are added."""
+
+    @staticmethod
+    def forward(ctx: Any, leaves: Sequence[Tensor], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.leaves = leaves
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        sums = []
+        for leaf, grad in zip(ctx.leaves, grads, strict=True):
+            before, leaf.grad = leaf.grad, None
+            sums.append(before if grad is None else grad if before is None else grad + before)
+        return None, *sums
+
+
+class Held(NamedTuple):
+    """Features of an image that several flat rows read: all but the last one from leaves, which add up gradients."""
+
+    last: int  # see [`Images.in_turn`]
+    parts: list[Tensor]
+    leaves: list[Tensor]  # of what needs no gradient they need none either
+
+    @property
+    def trained(self) -> list[tuple[Tensor, Tensor]]:
+        """Those that do, and their leaves."""
+        return [pair for pair in zip(self.parts, self.leaves) if pair[0].requires_grad]
+
+
 class RowImages(NamedTuple):
     """The images of a flat row."""
 
@@ -64,8 +105,9 @@ class RowImages(NamedTuple):
     numbers: list[int]  # those that are encoded, in this order
     index: Tensor  # for each image token of the row its place in the features of these: [image tokens]
     types: dict[str, Tensor]  # of the slots, each [1, slots]
-    before: frozenset[int] = frozenset()  # those that an earlier flat row of the window encodes
-    again: Mapping[int, int] = MappingProxyType({})  # of those that stand in later ones too, the place of the last
+    behind: np.ndarray | None  # how many slots behind its own each sees, where `of.sees` tells: [slots]
+    again: Mapping[int, int] | None = None  # see [`Images.in_turn`]; of a row that is computed for itself `None`
+    is_counted: bool = True  # whether what it encodes is
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of a model that tell of images."""
@@ -83,9 +125,35 @@ def has_images(row: Row) -> bool:
     return max(row.ids[:: WORD.itemsize], default=0) >= FIRST >> 24
 
 
-def looks_behind(base: Any) -> bool:
-    """Whether tokens of an image see those behind them in some layers (Gemma 4)."""
-    return bool(getattr(base.config.get_text_config(), "use_bidirectional_attention", None))
+def sees_behind(model: Any) -> tuple[bool, bool] | None:
+    """
+    Return whether tokens of an image see it whole: in layers without a window, and in those with one. `None` if a model
+    makes masks of another kind.
+    """
+    make, text = getattr(model, "create_masks_for_generate", None), model.config.get_text_config()
+    if make is None or "flash" in (text._attn_implementation or ""):  # flash attention has no such masks
+        return False, False
+    blocks = torch.tensor([[0, 1, 1, 0, 2, 2, 0]])
+    causal, types = torch.ones(7, 7, dtype=torch.bool).tril(), blocks.clamp(max=1)
+    whole = causal | (blocks == blocks.T) & (blocks > 0)
+    with attention(text, "eager"):
+        masks = make(model.config, torch.zeros(1, 7, 1), None, None, None, **{TYPES: types, SEES: types})
+    if not isinstance(masks, dict):
+        masks = dict.fromkeys(KINDS_OF_LAYERS, masks)
+    seen = [masks[kind][0, 0] == 0 if kind in masks else causal for kind in KINDS_OF_LAYERS]
+    if not all(torch.equal(mask, causal) or torch.equal(mask, whole) for mask in seen):
+        return None
+    return torch.equal(seen[0], whole), torch.equal(seen[1], whole)
+
+
+def numbers_of(codes: np.ndarray) -> list[int]:
+    """Return the numbers of the images that codes are of."""
+    return np.unique(codes[codes >= FIRST].astype(np.int64) - FIRST).tolist()
+
+
+def numbers_in(*trees: Tree) -> list[int]:
+    """Return those of trees."""
+    return numbers_of(np.concatenate([np.frombuffer(row.ids, WORD) for tree in trees for row in tree.rows]))
 
 
 def patches_of(encoder: Any) -> int:
@@ -116,7 +184,8 @@ def standing_in(model: nn.Module, encoder: Any, row_of: Callable[[], RowImages |
             given = {**dict(zip(named, args)), **kwargs}
             return own(**{**given, **{name: images[name] for name in images.keys() & given.keys()}})
 
-        return row.of.features(row, encode, (id(encoder), adapters_of(model), torch.is_grad_enabled()))
+        mode = encoder.training, adapters_of(model), torch.is_grad_enabled()
+        return row.of.features(row, encode, (id(encoder), *mode))
 
     encoder.get_image_features = get_image_features
     try:
@@ -128,12 +197,15 @@ def standing_in(model: nn.Module, encoder: Any, row_of: Callable[[], RowImages |
 
 
 class Images:
-    """The images of a step, by their numbers."""
+    """The images of a step, by their numbers. What rows encode is taken off `counts`."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Counter[str] | None = None) -> None:
+        self.counts: Counter[str] = Counter() if counts is None else counts
         self._numbers: dict[bytes, int] = {}
         self.images: list[Image] = []
         self.token = 0
+        self.sees = (False, False)
+        """That of [`sees_behind`]."""
         self._has: set[str] = set()
         """Which of the arguments batches have that tell tokens apart."""
         self._by_row = False
@@ -141,19 +213,28 @@ class Images:
         self._kinds: dict[tuple, Any] = {}
         """What an encoder returned last."""
         self._kept: dict[tuple, list[Tensor]] = {}
-        """Features of images that need no gradient, or are read again, see [`features`]."""
+        """Features of images that need no gradient."""
         self.keeps = True
-        """Whether features without a gradient are: code of a user may change the encoder between micro-batches."""
-        self._leaves: dict[tuple, list[Tensor]] = {}
-        self._waiting: list[tuple] = []
+        """Whether these are: code of a user may change the encoder between micro-batches."""
+        self._held: dict[tuple, Held] = {}
+        """Features of images that do, and that later rows of the window read."""
+        self._joined: list[Held] = []
+        """Those that the last of these has read."""
 
     # Of a batch.
 
-    def coded(self, encoder: Any, inputs: Mapping[str, Any], batch: Batch, causal: bool = True) -> Batch | str:
+    def coded(
+        self,
+        encoder: Any,
+        inputs: Mapping[str, Any],
+        batch: Batch,
+        sees: tuple[bool, bool] | None,
+        padded: bool = False,
+    ) -> Batch | str:
         """
         Return a batch on the host with codes in place of image tokens, and its positions, or why it cannot be read.
-        `inputs` are what the model gets of it, and `encoder` is its [`encoder_of`]. `causal`: not if tokens see what
-        stands behind them.
+        `inputs` are what the model gets of it, `encoder` is its [`encoder_of`], and `sees` its [`sees_behind`].
+        `padded`: its rows stay as they are.
         """
         if not any(inputs.get(name) is not None for name in NAMES):
             return batch
@@ -162,16 +243,19 @@ class Images:
         self.token = encoder.config.image_token_id
         is_image = (batch.ids == self.token) & (batch.mask != 0)
         self._has |= given.keys() & {TYPES, SEES}
-        if causal and SEES in given and (given[SEES] * batch.mask).any():
-            return f"`{SEES}` of a batch let tokens see what stands behind them"
-        if causal and looks_behind(encoder) and is_image.any():
-            return "tokens of an image see what stands behind them (`use_bidirectional_attention`)"
-        if TYPES in given and not torch.equal(given[TYPES] * batch.mask, is_image.long()):
-            return f"`{TYPES}` of a batch tell of more than images"
+        self.sees = (False, False) if sees is None else sees
+        if sees is None and not padded:
+            return "tokens that are of no image may see what stands behind them"
+        last = torch.where(batch.labels != IGNORED, torch.arange(batch.ids.shape[1]), 0).amax(1, keepdim=True)
+        if any(self.sees) and not padded and is_image.gather(1, last).any():
+            return "a row ends within an image whose tokens see it whole"
+        for name in (TYPES, SEES) if not padded else (TYPES,):
+            if name in given and not torch.equal(given[name] * batch.mask, is_image.long()):
+                return f"`{name}` of a batch tell of more than images"
         codes = batch.ids
         if "pixel_values" in given:
             counts = _in_order(is_image.numpy(), given, encoder)
-            if counts is None:
+            if counts is None or (any(self.sees) and counts != np.concatenate(_runs(is_image.numpy())).tolist()):
                 return "a batch does not tell which tokens are of which image"
             each = (self._each(tensors, is_image) for tensors in (given, there))
             numbers = [self._number(*image) for image in zip(*each, counts)]
@@ -215,48 +299,89 @@ class Images:
         Return what an encoder returns for the image tokens of a flat row. `encode` computes images, and `key` says
         which encoder it is, and in which mode.
 
-        Features without a gradient are kept for the rest of the step. Those of an image that stands in several flat
-        rows of a window are read from leaves, which add up their gradients, until [`run_backward`] takes these through
-        the encoder, once.
+        Features without a gradient are kept for the rest of the step. Others are held for later rows of the window. The
+        last row that reads an image takes the gradients of all through the encoder.
         """
-        first = {n: last for n, last in row.again.items() if n not in row.before}
-        missing = [n for n in row.numbers if n in first or (*key, n) not in self._kept]
+        again = row.again or {}
+        found: dict[int, list[Tensor]] = {} if row.again is None else self._join(key, row.numbers, again)
+        known = self._kept.keys() | (() if row.again is None else self._held.keys())
+        missing = [number for number in row.numbers if number not in found and (*key, number) not in known]
         # What is read until the same flat row is encoded together: one backward pass runs through each encoding.
-        for last in sorted({first.get(number, 0) for number in missing}):
-            together = [number for number in missing if first.get(number, 0) == last]
+        for last in sorted({again.get(number, 0) for number in missing}):
+            together = [number for number in missing if again.get(number, 0) == last]
             self._kinds[key] = output = encode(self.inputs(together, row.index.device))
+            self.counts[SHARED] -= len(together) * row.is_counted
             counts = [self.images[number].tokens for number in together]
             for number, *parts in zip(together, *(features.split(counts) for features in _tensors_of(output))):
-                self._kept[*key, number] = parts
-                if last and parts[0].requires_grad:
-                    self._leaves[*key, number] = [part.detach().requires_grad_() for part in parts]
-        chosen = []
+                if not any(part.requires_grad for part in parts):
+                    self._kept[*key, number] = parts
+                elif last:
+                    leaves = [part.detach().requires_grad_(part.requires_grad) for part in parts]
+                    self._held[*key, number] = Held(last, parts, leaves)
+                else:
+                    found[number] = parts
         for number in row.numbers:
-            of_image, parts, leaves = (*key, number), self._kept[*key, number], self._leaves.get((*key, number))
-            chosen.append(parts if leaves is None else leaves)
-            if parts[0].requires_grad and number not in row.again:
-                del self._kept[of_image]
-                if leaves is not None:
-                    self._waiting.append((parts, self._leaves.pop(of_image)))
-        found = [torch.cat(parts)[row.index.to(parts[0].device)] for parts in zip(*chosen)]
+            if number not in found:
+                kept = self._kept.get((*key, number))
+                found[number] = self._held[*key, number].leaves if kept is None else kept
+        chosen = zip(*(found[number] for number in row.numbers))
+        read = [torch.cat(parts)[row.index.to(parts[0].device)] for parts in chosen]
         if not self.keeps:
             self._kept.clear()
         output = self._kinds[key]
         # By image, or of all together, as it has them.
-        pooled, *layers = (one if torch.is_tensor(of) else [one] for of, one in zip(_parts_of(output), found))
+        pooled, *layers = (one if torch.is_tensor(of) else [one] for of, one in zip(_parts_of(output), read))
         return type(output)(pooler_output=pooled, **({"deepstack_features": layers} if layers else {}))
 
-    def run_backward(self) -> None:
-        """Take the gradients of features through the encoder, of images that stand in no later flat row."""
-        read = [(part, leaf.grad) for of_image in self._waiting for part, leaf in zip(*of_image)]
-        self._waiting.clear()
-        if read := [(part, grad) for part, grad in read if grad is not None]:
-            torch.autograd.backward([part for part, _ in read], [grad for _, grad in read])
+    def _join(self, key: tuple, numbers: Sequence[int], again: Mapping[int, int]) -> dict[int, list[Tensor]]:
+        """Return features of held images that no later row reads, and of what was encoded with them."""
+        held = [self._held.get((*key, number)) for number in numbers if number not in again]
+        lasts = {of_image.last for of_image in held if of_image is not None}
+        names = [name for name, of_image in self._held.items() if name[:-1] == key and of_image.last in lasts]
+        ended = {name[-1]: self._held.pop(name) for name in names}
+        pairs = [pair for of_image in ended.values() for pair in of_image.trained]
+        values = iter(Joined.apply([leaf for _, leaf in pairs], *(part for part, _ in pairs)) if pairs else ())
+        self._joined += ended.values()
+        return {n: [next(values) if part.requires_grad else part for part in of.parts] for n, of in ended.items()}
+
+    def run_backward(self, joined: bool) -> None:
+        """
+        Take gradients through the encoder that wait for a row which was not computed; with `joined`, also those that no
+        loss has taken.
+        """
+        waiting = [*self._held.values(), *(self._joined if joined else ())]
+        pairs = [pair for held in waiting for pair in held.trained if pair[1].grad is not None]
+        self._held.clear()
+        if joined:
+            self._joined.clear()
+        if pairs:
+            torch.autograd.backward([part for part, _ in pairs], [leaf.grad for _, leaf in pairs])
 
     def forget(self) -> None:
         """Let go of all features."""
-        for known in (self._kinds, self._kept, self._leaves, self._waiting):
+        for known in (self._kinds, self._kept, self._held, self._joined):
             known.clear()
+
+    def in_turn(self, passes: Sequence[Collection[int]], most: float) -> list[dict[int, int]]:
+        """
+        Return which images of each of some passes, which a window makes in this order, later ones read too: the place
+        of the last that does. Meanwhile an encoder's activations are held, together at most those of `most` tokens.
+        """
+        last = {number: place for place, numbers in enumerate(passes) for number in numbers}
+        there, found = [set(numbers) for numbers in passes], list[dict[int, int]]()
+        for place, numbers in enumerate(passes):
+            found.append({})
+            for number in numbers:
+                between = there[place + 1 : last[number] + 1]
+                if between and all(self.tokens_of(images | {number}) <= most for images in between):
+                    found[-1][number] = last[number]
+                    for images in between:
+                        images.add(number)
+        return found
+
+    def tokens_of(self, numbers: Collection[int]) -> int:
+        """Return how many tokens images have."""
+        return sum(self.images[number].tokens for number in numbers)
 
     # For a model.
 
@@ -267,18 +392,12 @@ class Images:
     def types(self, codes: Tensor) -> dict[str, Tensor]:
         """Return the arguments that tell tokens apart."""
         is_image = (codes >= FIRST).long()
-        return {name: is_image if name == TYPES else torch.zeros_like(is_image) for name in self._has}
+        return dict.fromkeys(self._has, is_image)
 
     def count(self, batch: Batch) -> tuple[int, int]:
         """Return how many images stand in the rows of a batch, and how many tokens they have."""
         codes = batch.ids.numpy()
         return sum(len(self.in_order(row)[0]) for row in codes), int((codes >= FIRST).sum())
-
-    def count_encoded(self, trees: Sequence[Tree]) -> tuple[int, int]:
-        """Return how many images are encoded for trees of a window, and how many tokens they have."""
-        codes = np.unique(np.concatenate([np.frombuffer(row.ids, WORD) for tree in trees for row in tree.rows]))
-        numbers = codes[codes >= FIRST].astype(np.int64) - FIRST
-        return len(numbers), sum(self.images[number].tokens for number in numbers)
 
     def in_order(self, codes: np.ndarray) -> tuple[list[int], np.ndarray]:
         """
@@ -337,25 +456,12 @@ class Images:
         order = np.argsort(first)
         begins = np.zeros(len(distinct), np.int64)
         begins[order] = np.cumsum([0, *(self.images[number].tokens for number in distinct[order])])[:-1]
-        index = torch.from_numpy(begins[inverse] + places)
+        index, behind = torch.from_numpy(begins[inverse] + places), None
+        if any(self.sees):
+            behind = np.zeros(len(codes), np.int64)
+            behind[codes >= FIRST] = [self.images[number].tokens for number in numbers] - places - 1
         types = {name: of_slots[None].to(device) for name, of_slots in self.types(torch.from_numpy(codes)).items()}
-        return RowImages(self, distinct[order].tolist(), index.to(device), types)
-
-
-def in_turn(rows: Sequence[dict[int, Any]]) -> list[dict[int, Any]]:
-    """Return flat rows, which one window computes in this order, that know which images they have in common."""
-    last, found, before = {}, [], frozenset()
-    for place, of_tree in enumerate(rows):
-        last |= {n: place for row in of_tree.values() if row.images is not None for n in row.images.numbers}
-    for place, of_tree in enumerate(rows):
-        found.append({})
-        for number, row in of_tree.items():
-            if row.images is not None:
-                again = {n: last[n] for n in row.images.numbers if last[n] > place}
-                row = row._replace(images=row.images._replace(before=before, again=again))
-            found[-1][number] = row
-        before |= {n for row in of_tree.values() if row.images is not None for n in row.images.numbers}
-    return found
+        return RowImages(self, distinct[order].tolist(), index.to(device), types, behind)
 
 
 def _parts_of(output: Any) -> list[Any]:

@@ -11,7 +11,7 @@ host launches the layers once, and prefixes are shared among all of these rows:
 - **A later micro-batch** enters the model as before. While models are open, their `forward` is a stand-in that returns
   what the pass gave, and hooks read the values of this micro-batch from it.
 - **Gradients.** All micro-batches but the last read the values from leaves, in which autograd adds up gradients. The
-  last one reads them from [`_Joined`], whose backward pass adds those of the leaves. So the model's backward pass runs
+  last one reads them from [`Joined`], whose backward pass adds those of the leaves. So the model's backward pass runs
   once, where processes exchange gradients. If the last one does not read them, its loss gets a zero that leads there.
   If a user's code puts another loss in its place, what the leaves hold is taken through the model behind it.
 - **What was laid out.** A micro-batch that the trainer, or a user's code, has changed is computed by itself. So is a
@@ -28,46 +28,20 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_hybrid.part import Step
 from hf_hybrid.rows.attention import FlatRow
-from hf_hybrid.rows.exchange import Exchange, Origins, Seen, are_still, seen_now, values_in
-from hf_hybrid.rows.images import adapters_of
-from hf_hybrid.rows.tree import Batch, Row, Tree, by_batch, join
+from hf_hybrid.rows.exchange import Exchange, Origins, values_in
+from hf_hybrid.rows.images import Joined, adapters_of, numbers_in
+from hf_hybrid.rows.tree import Row, Tree, by_batch, join
 from hf_hybrid.rows.windows import WITHOUT_LAUNCHES
 
 if TYPE_CHECKING:
     from hf_hybrid.run.run import Run
-
-
-class LaidOut(NamedTuple):
-    """A micro-batch as it was when its window began: its tensors, and on the host what a model gets of them."""
-
-    tensors: Seen
-    batch: Batch
-    here: Mapping[str, Any]  # the micro-batch on the host
-
-
-class _Joined(torch.autograd.Function):
-    """Values, to whose gradients those of their leaves are added."""
-
-    @staticmethod
-    def forward(ctx: Any, leaves: Sequence[Tensor], *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.leaves = leaves
-        return tuple(of_targets.view_as(of_targets) for of_targets in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        sums = []
-        for leaf, grad in zip(ctx.leaves, grads, strict=True):
-            before, leaf.grad = leaf.grad, None
-            sums.append(before if grad is None else grad if before is None else grad + before)
-        return None, *sums
 
 
 class JointPass:
@@ -100,7 +74,7 @@ class JointPass:
         if not self.waits:
             return {}
         self._is_joined = True
-        joined = _Joined.apply(tuple(self._leaves.values()), *(self._values[name] for name in self._leaves))
+        joined = Joined.apply(tuple(self._leaves.values()), *(self._values[name] for name in self._leaves))
         return dict(zip(self._leaves, joined, strict=True))
 
     @property
@@ -123,9 +97,6 @@ class MergedRows(Exchange):
         Returns the memory that the micro-batches of a pass may take, as a multiple of that of the largest padded one.
         With 0 none are merged.
         """
-        self.ends_window: Callable[[], bool] = lambda: False
-        """Tells whether the micro-batch under way is the last one of its window, whatever its loss is."""
-        self._window: list[LaidOut] = []
         self._number: int | None = None  # of the micro-batch whose loss is computed
         self._groups: dict[nn.Module, dict[int, tuple[Tree, dict[int, FlatRow]]]] = {}  # by their first micro-batch
         self._passes: dict[tuple, JointPass] = {}
@@ -137,14 +108,9 @@ class MergedRows(Exchange):
         self._one_by_one = False
         super().begin(run)
 
-    def lay_out(self, window: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
-        """
-        Note the micro-batches of a window, which were copied ahead under their `input_ids`: the tensors that tell
-        rows, and all that is on the host.
-        """
+    def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
         self._forget()
-        for tensors, here in window if self.may_share else ():
-            self._window.append(LaidOut(seen_now(tensors), self.host.known[tensors["input_ids"]].batch, here))
 
     def end_step(self, step: Step) -> None:
         self._forget()
@@ -158,9 +124,10 @@ class MergedRows(Exchange):
         self._passes.clear()
 
     def spare_memory(self) -> str | None:
-        if not self._groups or not any(self._groups.values()):
-            return None
+        merged = any(self._groups.values())
         self._forget()
+        if not merged:
+            return super().spare_memory()
         self._one_by_one = True
         return "micro-batches are computed one by one"
 
@@ -174,10 +141,10 @@ class MergedRows(Exchange):
     # A micro-batch.
 
     @contextlib.contextmanager
-    def around(self) -> Generator[None]:
-        with super().around():
+    def around(self, ends_window: bool) -> Generator[None]:
+        with super().around(ends_window):
             yield
-            for (model, *_), joint in self._passes.items() if self.ends_window() else ():
+            for (model, *_), joint in self._passes.items() if ends_window else ():
                 if left := joint.left:  # there is another loss in place of the last one
                     self._begin_again(model, joint)
                     torch.autograd.backward([values for values, _ in left], [grad for _, grad in left])
@@ -185,10 +152,7 @@ class MergedRows(Exchange):
     @contextlib.contextmanager
     def micro_batch(self, inputs: Mapping[str, Any], may_change: bool = False) -> Generator[None]:
         """Inside, a trainer computes the loss of these inputs. `may_change`: of others that it makes of them."""
-        window = () if may_change else enumerate(self._window)
-        number = next((number for number, laid_out in window if are_still(laid_out.tensors, inputs)), None)
-        if number is None and torch.is_tensor(ids := inputs.get("input_ids")):
-            self.host.known.pop(ids, None)  # other parts of the batch are new
+        number = self.number_of(inputs, may_change)
         self._number = number if self._backward_follows and torch.is_grad_enabled() else None
         try:
             yield
@@ -271,21 +235,18 @@ class MergedRows(Exchange):
         tree, rows = groups[first]
         self._passes[key] = JointPass(rows)
         if self._is_counting:
-            batches = [self._window[number].batch for number in rows]
+            batches = [self._window[number].copied.batch for number in rows]
             self._count(batches, tree, sum(batch.ids.numel() for batch in batches))
         return self._passes[key]
 
     def _group(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[int, tuple[Tree, dict[int, FlatRow]]]:
         """Return which micro-batches of the window a model computes in one pass, by their first one."""
         facts, device = self.facts_of(model), inputs["input_ids"].device
-        for number, (_, batch, here) in enumerate(self._window if facts.encoder is not None else ()):
-            if isinstance(coded := self.with_images(facts, here, batch), str):  # it is said of that batch
-                return {}
-            self._window[number] = self._window[number]._replace(batch=coded)
-        batches = [laid_out.batch for laid_out in self._window]
-        most = self.held() * max(batch.ids.numel() for batch in batches)
-        if len(batches) < 2 or not most or self._one_by_one:
+        held = 0.0 if len(self._window) < 2 or self._one_by_one else self.held()
+        if not held or (facts.encoder is not None and not self._code_ahead(facts)):
             return {}
+        batches = [laid_out.copied.batch for laid_out in self._window]
+        most = held * max(batch.ids.numel() for batch in batches)
 
         def divided(rows: Sequence[Row], **options: Any) -> list[Tree]:
             costs, own, merged = facts.costs, by_batch(rows, most, **options), join(rows, most, **options)
@@ -303,4 +264,11 @@ class MergedRows(Exchange):
                 return {}
             ((rows,), _) = FlatRow.on(device, [(tree, batches)], repeats=False, images=self.images)
             groups[numbers[0]] = tree, rows
+        if self.images is not None and groups:
+            trees = {tree.rows[0].batch: tree for tree in plan.trees}
+            agains = self._in_turn(facts, [numbers_in(tree) for tree in trees.values()], batches)
+            for first, again in zip(trees, agains):
+                for number, row in groups.get(first, (None, {}))[1].items():
+                    row = row._replace(images=row.images._replace(again=again))
+                    groups[first][1][number], self._window[number].copied.again = row, again
         return groups

@@ -46,7 +46,7 @@ from hf_hybrid.rows.costs import share_saved
 from hf_hybrid.rows.exchange import DIVISORS, MICRO_BATCHES, Copied, Exchange, Seen, seen_now
 from hf_hybrid.rows.facts import ModelFacts, Plan, dropout_of
 from hf_hybrid.rows.foreseen import LITTLE, Foreseen
-from hf_hybrid.rows.images import FIRST, has_images, in_turn
+from hf_hybrid.rows.images import FIRST, has_images
 from hf_hybrid.rows.recurrent import layers_with_state
 from hf_hybrid.rows.tree import (
     IGNORED,
@@ -214,7 +214,7 @@ class SharedWindows(Exchange):
     def arrange(self, step: Step) -> None:
         """Lay out the micro-batches of a step, once `on_step_begin` has been called: together, or each by itself."""
         self._looked_at.clear()
-        trainer = self.trainer
+        trainer, self._acts = self.trainer, step.acts
         if step.phase is Phase.PREDICT or not step.batches:
             return
         looks = self.reason_plain is None and trainer.accelerator.num_processes == 1 and not self.compiles
@@ -228,11 +228,11 @@ class SharedWindows(Exchange):
         if isinstance(batches, str):
             self.fallbacks.cannot_be_exact(reason := batches)
             batches = []
-        apart = reason is None and self._find_apart(step, facts)
+        because = None if reason is not None else self._who_acts(facts)
+        if (apart := because is not None) and len(step.batches) > 1:
+            self.apart.cannot_be_exact(because)
         if reason is None and (reason := next(filter(None, map(reason_not_documents, step.on_host)), None)) is not None:
             self.fallbacks.cannot_be_exact(reason)
-        if apart and self.images is not None:
-            self.images.keeps = False
         self._stays_apart = apart or (step.items is None and self._has_other_means())
         if step.items is None and not self._stays_apart:
             batches = [batch.as_mean() for batch in batches]
@@ -279,15 +279,6 @@ class SharedWindows(Exchange):
         """Return why the model gets no trees; and find out whether there is a router's loss, of the model or of TRL."""
         self._balances = facts.router is not None and getattr(self.trainer, "aux_loss_enabled", facts.balances({}))
         return self.reason_not_trees(facts, balances=self._balances, fused=self._is_fused)
-
-    def _find_apart(self, step: Step, facts: ModelFacts) -> bool:
-        """Find out whether code of a user acts on each of several micro-batches, and say so."""
-        marks, because = facts.marks, step.acts
-        if because is None and marks is not None and marks.of_gradients:
-            because = f"a hook of yours (`{marks.hooks[0]!r:.60}`) sees each by itself"
-        if because is not None and len(step.batches) > 1:
-            self.apart.cannot_be_exact(because)
-        return because is not None
 
     def _has_other_means(self) -> bool:
         """Whether a mean loss is one that [`Batch.divisors`] do not give: it must be of one micro-batch as a whole."""
@@ -397,15 +388,18 @@ class SharedWindows(Exchange):
         trees_of_batches = [(tree, [batch]) for batch, tree in micro_batches]
         options: Any = {"repeats": not self._is_fused, "balances": self._balances, "images": self.images}
         rows, moved = FlatRow.on(self.trainer.args.device, trees_of_batches, tensors, **options)
-        if self.images is not None and self.trainer.accelerator.num_processes == 1 and not self.trainer.memory.streams:
-            rows = in_turn(rows)
+        agains: Sequence[Any] = [None] * count
+        if self.images is not None and sharding_of(self.trainer.args) is None and not self.trainer.memory.streams:
+            passes = [of_tree[0].images.numbers for of_tree in rows]
+            agains = self._in_turn(self.facts_of(self.model), passes, batches)
         step.window, self._is_laid_out = [None] * (len(step.batches) - count), True
-        for (batch, tree), of_tree in zip(micro_batches, rows):
-            inputs = dict(zip(names, moved))
+        for (batch, tree), of_tree, again in zip(micro_batches, rows, agains):
+            inputs, row = dict(zip(names, moved)), of_tree[0]
             del moved[: len(names)]
             if batch.images is not None:  # a part of what does not fit into memory brings its own
                 inputs |= send_to_device(batch.images.padded(*batch[:2]), self.trainer.args.device, non_blocking=True)
-            self.host.known[inputs["input_ids"]] = Copied(batch, tree, of_tree[0])
+                row = row._replace(images=row.images._replace(again=again))
+            self.host.known[inputs["input_ids"]] = Copied(batch, tree, row)
             step.window.append(inputs)
 
     def _lay_out_each(self, trees: Sequence[Tree], batches: list[Batch], step: Step) -> None:
@@ -424,11 +418,6 @@ class SharedWindows(Exchange):
             seen = self._seen[number] if self._seen else seen_now(step.batches[number])
             self.host.known[seen["input_ids"][0]] = Copied(batches[number], tree, of_tree[0], seen)
 
-    def spare_memory(self) -> str | None:
-        if self.images is not None:
-            self.images.forget()
-        return None
-
     def _count_window(self, step: Step, batches: list[Batch], trees: Sequence[Tree]) -> None:
         if self.trainer.state.epoch < 1:  # later ones hold the same rows again
             for row in [row for tree in trees if tree.shares for row in tree.rows]:
@@ -439,8 +428,7 @@ class SharedWindows(Exchange):
         self.counts["tokens"] += tokens
         is_exchanged = step.window is not None or self.in_every_pass
         if self.images is not None:
-            apart = self.in_every_pass or self.trainer.accelerator.num_processes > 1
-            self._count_images(batches, trees if is_exchanged else (), apart)
+            self._count_images(batches, is_exchanged)
         if is_exchanged:
             self.counts["tokens_padding"] += sum(places_of(batches)) - tokens
             self.counts["tokens_shared"] += tokens - sum(tree.size for tree in trees)

@@ -12,14 +12,17 @@ import torch
 from torch import nn
 
 from hf_hybrid.compat import trl_error
+from hf_hybrid.part import Step
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.tree import Rows
+from hf_hybrid.run.trainer_view import overridden
 from hf_hybrid.trainer import HybridTrainerMixin
 from hf_hybrid.trl.sft_dpo import (
     ReferenceMixin,
     TRLConfigBase,
     check_images,
     config_for,
+    copy_pairs_ahead,
     options_of_rows,
     rows_of_pairs,
 )
@@ -60,6 +63,10 @@ class HybridRewardTrainer(HybridTrainerMixin, RewardTrainer):  # ty: ignore[inco
 class JudgedRows(Exchange):
     """Shares the rows of judged answers."""
 
+    def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
+        copy_pairs_ahead(self, step)
+
     def rows_foreseen(self, batch: Any) -> Rows | None:
         return (
             rows_of_pairs(batch)
@@ -83,5 +90,7 @@ class HybridKTOTrainer(ReferenceMixin, HybridTrainerMixin, KTOTrainer):  # ty: i
         check_images(self)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
+        own = overridden(self, "_compute_loss") or overridden(self, "compute_loss", below=HybridKTOTrainer)
+        self.rows.number_of(inputs, may_change=own is not None)
         with self.rows.on(self.model, self.ref_model):
             return super().compute_loss(model, inputs, *args, **kwargs)

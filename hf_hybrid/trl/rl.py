@@ -794,7 +794,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if not rollouts.skips.planned:
             planned = rollouts.plan()
             here = rollouts.skips.on_host
-            self.rows.copy_ahead([batch["completion_ids"] for batch in planned], map(rows_of_completions, here))
+            completions = [batch["completion_ids"] for batch in planned]
+            self.rows.copy_ahead(completions, map(rows_of_completions, here), planned)
         return rollouts.skips.planned.popleft()
 
     def _compute_loss(self, model, inputs):

@@ -24,7 +24,8 @@ from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Step
 from hf_hybrid.plan.of_trainer import checkpointing
 from hf_hybrid.recovery import sequences_in, split_batch
-from hf_hybrid.rows.images import encoder_of
+from hf_hybrid.rows.exchange import Exchange, seen_now
+from hf_hybrid.rows.images import NAMES, encoder_of
 from hf_hybrid.rows.merging import MergedRows
 from hf_hybrid.rows.tree import IGNORED, Rows
 from hf_hybrid.rows.windows import quiet_metrics
@@ -260,6 +261,18 @@ def rows_of_pairs(batch: Mapping[str, torch.Tensor]) -> Rows:
     return ids, mask, ids.masked_fill(completion == 0, IGNORED)
 
 
+def copy_pairs_ahead(rows: Exchange, step: Step) -> None:
+    """Copy the micro-batches of a step to the host, which hold answers to prompts."""
+    pairs = [
+        (batch, on_host)
+        for batch, on_host in zip(step.batches, step.on_host)
+        if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
+    ]
+    known = [{name: batch[name] for name in (*_PAIRS, *NAMES) if name in batch} for batch, _ in pairs]
+    there = [on_host for _, on_host in pairs]
+    rows.copy_ahead([batch["input_ids"] for batch in known], map(rows_of_pairs, there), there, map(seen_now, known))
+
+
 class PairRows(MergedRows):
     """Shares the rows of preference pairs, whose micro-batches are copied to the host together, and merged."""
 
@@ -270,13 +283,7 @@ class PairRows(MergedRows):
 
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
-        pairs = [
-            (batch, on_host)
-            for batch, on_host in zip(step.batches, step.on_host)
-            if isinstance(batch, Mapping) and all(torch.is_tensor(batch.get(name)) for name in _PAIRS)
-        ]
-        self.copy_ahead([batch["input_ids"] for batch, _ in pairs], (rows_of_pairs(there) for _, there in pairs))
-        self.lay_out([({name: batch[name] for name in _PAIRS}, here) for batch, here in pairs])
+        copy_pairs_ahead(self, step)
 
 
 class TRLTrainerMixin(HybridTrainerMixin):
@@ -482,13 +489,13 @@ class HybridDPOTrainer(ReferenceMixin, TRLTrainerMixin, DPOTrainer):
         finally:
             vars(args)["padding_free"] = padding_free
         self.padding_free = padding_free
-        self.rows.held, self.rows.ends_window = self._merged_memory, lambda: self.accelerator.sync_gradients
+        self.rows.held = self._merged_memory
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         own = overridden(self, "_compute_loss") or overridden(self, "compute_loss", below=HybridDPOTrainer)
         with self.rows.on(self.model, self.ref_model), self.rows.micro_batch(inputs, may_change=own is not None):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
-        takes_all = torch.is_grad_enabled() and self.rows.ends_window() and torch.is_tensor(loss)
+        takes_all = torch.is_grad_enabled() and self.rows.ends_window and torch.is_tensor(loss)
         return self.rows.with_what_waits(loss) if takes_all else loss
 
     def _merged_memory(self) -> float:
@@ -508,9 +515,8 @@ class HybridDPOTrainer(ReferenceMixin, TRLTrainerMixin, DPOTrainer):
         offloads = args.activation_offloading or options.offload_activations
         if because or offloads or options.weight_precision or steps_in_backward(optimizer_name(args)):
             return 0.0
-        repeats = self.recovery.retries and self.accelerator.num_processes == 1
         planned = checkpointing(args) == "auto" or options.vram_budget_gib is not None
-        return MOST_MERGED if repeats and not planned else 1.0
+        return MOST_MERGED if self.rows.repeats and not planned else 1.0
 
     def accuracy_of_step(self) -> float | None:
         # TRL has it on the host, for its log.
