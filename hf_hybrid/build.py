@@ -543,7 +543,14 @@ def evaluated_streamer(trainer: BuiltTrainer) -> LayerStreamer | None:
     for model in models:
         take_hooks_off(model)  # TRL loads references and teachers onto the device
         model.requires_grad_(False)
-    return LayerStreamer(models, layers, device=trainer.args.device) if layers else None
+    if not layers:
+        return None
+    ends = [end for model in models for end in embeddings_and_head(model)]
+    streamer = LayerStreamer(models, layers, ends, device=trainer.args.device)
+    for model in models:
+        if (head := optimizers.ask(model, "get_output_embeddings")) is not None:
+            streamer.read_behind(find_layers(model)[-1][1], head)
+    return streamer
 
 
 def memory_parts(trainer: BuiltTrainer) -> list[Part]:

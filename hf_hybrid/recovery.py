@@ -244,6 +244,8 @@ class MemoryPolicy:
 
     micro_batch_size: int | None = None
     """Most sequences that are computed at once; `None` for as many as a micro-batch has."""
+    scored_rows: int | None = None
+    """Most sequences that a pass without gradients computes at once, as log-probabilities of completions."""
     activation_checkpointing: bool = False
     walk_by_micro_batch: bool = False
 
@@ -254,8 +256,16 @@ class RecoveringTrainer(LossView, Protocol):
     model_wrapped: Any
     current_gradient_accumulation_steps: float
     blocks_of_rows: int
-    cannot_repeat: str | None
+    draws_first: bool
     _train_batch_size: int
+
+    @property
+    def cannot_repeat(self) -> str | None: ...
+
+    @property
+    def rows_at_once(self) -> int | None: ...
+
+    def begin_again(self) -> None: ...
 
     @property
     def phase_name(self) -> str | None: ...
@@ -280,7 +290,8 @@ class OutOfMemoryRecovery(Part):
         self._batches: list = []
         self._num_items: Any = None
         self._returned: list[Tensor] = []
-        self._random: RandomStates | None = None
+        self.random: RandomStates | None = None
+        """From which the window is computed again."""
         self._laid_out = False
         """Whether a part laid the window out, in any number of rows per micro-batch."""
         self._divisor: int | None = None
@@ -302,14 +313,14 @@ class OutOfMemoryRecovery(Part):
         if self._checkpointing is not None:
             self._checkpointing.end()
             self._checkpointing = None
-        self._batches, self._returned, self._random = [], [], None
+        self._batches, self._returned, self.random = [], [], None
 
     # A window.
 
     def begin_window(self, batches: list, num_items: Any = None) -> None:
         """An accumulation window begins; `batches` are its micro-batches, `num_items` see [`compute`]."""
         self._batches, self._num_items = list(batches), num_items
-        self._returned, self._random = [], None
+        self._returned, self.random = [], None
         if (window := self.trainer.memory.window) is not None:
             self._begin_walk(window)
 
@@ -326,8 +337,8 @@ class OutOfMemoryRecovery(Part):
             self.begin_window([inputs], num_items)  # called outside of a training loop
             position = 0
         self._batches[position:] = [inputs, *self._batches[position + 1 :]]  # code of a user may have changed it
-        if self._random is None and self.retries:
-            self._random = RandomStates.now(self.trainer.args.device)
+        if self.random is None and self.retries and not self.trainer.draws_first:
+            self.random = RandomStates.now(self.trainer.args.device)
         loss = self._compute([inputs], run)
         while loss is None:
             self._escalate()
@@ -437,8 +448,9 @@ class OutOfMemoryRecovery(Part):
         self.trainer.memory.discard_gradients()
         for parameter in self.trainer.model.parameters():
             parameter.grad = None
-        if self._random is not None:
-            self._random.restore()
+        if self.random is not None:
+            self.random.restore()
+        self.trainer.begin_again()
         if (window := self.trainer.memory.window) is not None:
             self._begin_walk(window)
 
@@ -473,6 +485,8 @@ class OutOfMemoryRecovery(Part):
     def _largest_part(self) -> tuple[int, str | None]:
         """Return the sequences computed at once (0: unknown), and why there cannot be fewer, if so."""
         trainer, size = self.trainer, 0
+        if (rows := trainer.rows_at_once) is not None:
+            return min(rows, self.policy.micro_batch_size or rows), None
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None) or trainer.compute_loss_func is not None
         try:
             size = max(sequences_in(batch, self.blocks) for batch in self._batches)

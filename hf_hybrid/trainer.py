@@ -180,12 +180,18 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     """Sequences of a probe, at least 2. `None`: 8, and fewer where the budget of probes affords no more."""
     trains_preferences = False
     """Whether the loss is that of preference pairs, for which adapters have a lower learning rate by default."""
+    loss_switch: type[ChunkedLossSwitch] = ChunkedLossSwitch
+    """Class that computes the loss in chunks."""
     rows: Any = None
     """The part that computes batches as trees (rows/), if there is one."""
     blocks_of_rows: int = 1
     """Blocks of rows in a batch: 2 where all chosen completions are followed by all rejected ones, as in TRL."""
     cannot_repeat: str | None = None
     """Why a step of this trainer cannot be computed again after an out-of-memory error, as a sentence."""
+    draws_first = False
+    """Whether a window first draws what is not drawn again: the trainer notes the random states behind it."""
+    rows_at_once: int | None = None
+    """Rows of a micro-batch whose loss takes fewer at a time by itself, if memory runs out."""
 
     def __init__(self, *args, probe_dataset=None, parts=(), direction=None, device_map=None, **kwargs):
         self.run, self.memory, self.parts = Run(), Resident(), []
@@ -194,7 +200,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         self.leap_obstacle: str | None = None
         """Why the run has phases and cannot leap."""
         self.custom_direction, self._device_map, self._memory_is_planned = direction, device_map, False
-        self._chunked_loss = ChunkedLossSwitch()
+        self._chunked_loss = self.loss_switch()
         self._held: ByteTable | None = None
         """The bytes held between steps, by category and place."""
         self.saver, self.trial, self._ignored_in_evaluations = Saver(self), None, None
@@ -243,6 +249,9 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
     def passes_beside(self) -> int:
         """Return how many passes without gradients go beside each micro-batch, where a window is walked by layer."""
         return 0
+
+    def begin_again(self) -> None:
+        """The window under way is computed again, because memory ran out."""
 
     @property
     def has_phases(self) -> bool:
@@ -447,6 +456,8 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
         with contextlib.ExitStack() as afterwards:
             in_step.is_changing = True
             afterwards.callback(setattr, in_step, "is_changing", False)
+            if self.memory.evaluated is not None:
+                afterwards.enter_context(self.memory.evaluated.holding_heads())
             if window is not None and window.asks:
                 window.look(inputs)  # before parts exchange forward passes, whose gradients may be anywhere
             if run.around_forward:

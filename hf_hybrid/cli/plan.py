@@ -127,7 +127,7 @@ class _Report:
         self.sees = takes_images(self.planner.config)
         if self.sees and not TRAINING[args.task].sees:
             raise ValueError(f"`--for {args.task}` trains models of text, and `{args.model}` takes images.")
-        chunks = {"train": "maybe", "distill": "never"}.get(args.task, "always")
+        chunks = "maybe" if args.task in ("train", "distill") else "always"
         self.plans: list[WayPlan] = self.planner.plans(args.dtype, kinds, chunks=chunks)
         self.best = {kind: recommended(self.plans, kind) for kind in kinds}
         divisors = [count for count in range(2, args.batch_size + 1) if args.batch_size % count == 0]
@@ -216,7 +216,7 @@ class _Report:
         )
         text += " Half of the tokens stand for images, which the encoder computes." * self.sees
         if self.args.task in COMPLETES:
-            text += " Completions hold keys and values, and no activations."
+            text += " Completions hold keys and values, as if all went on to their last token, and no activations."
             layers, weights = self.plans[0].shape.layers, {"float32": 4}.get(self.plans[0].way.weights, 2)
             size = weights * sum(layer.trainable + layer.frozen for layer in layers)
             seconds = f"{size / BUS:.2g} s at an assumed 25 GB/s"
@@ -270,7 +270,7 @@ class _Report:
         del values["enable_predict"]
         if plan.way.kind == "full" and task in ("train", "sft") and not args.enable_predict:
             values["leap_gain"] = 0
-        if task != "train":
+        if task not in ("train", "distill"):
             del values["chunked_loss"]
         if task in ("dpo", "kto") and plan.way.kind == "full":
             values["precompute_ref_log_probs"] = True  # no second model

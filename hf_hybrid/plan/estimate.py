@@ -132,6 +132,8 @@ class Plan:
         streamed = ["offload_activations", "base_precision", "vram", "ram", "resident_layers", "accumulation_walk"]
         names += streamed if self.mode == "streamed" else ["activation_checkpointing"]
         mode = "stream" if self.mode == "streamed" else "off"
+        if self.mode == "resident" and self.setup.evaluated_on_host:
+            names, mode = [*names, "vram"], "auto"
         decided = replace(self.setup, memory=mode, resident_layers=self.resident_layers)
         options = (config_option(name, getattr(decided, name)) for name in names)
         return {"optim": "adamw_torch_fused", **{key: value for key, value in options if value is not None}}

@@ -23,8 +23,8 @@ from hf_hybrid.plan.setups import MARGIN, Evaluated, Setup, with_context
 from hf_hybrid.plan.trace import Tracer
 from hf_hybrid.run.run import RandomStates
 from hf_hybrid.run.trainer_view import TrainerView, overridden, own_losses, unknown_loss
-from hf_hybrid.streaming.layers import decoder_layers, find_layers, layers_on_host
-from hf_hybrid.streaming.loss import BIG_VOCABULARY, ChunkedCausalLoss
+from hf_hybrid.streaming.layers import decoder_layers, embeddings_and_head, find_layers, layers_on_host
+from hf_hybrid.streaming.loss import BIG_VOCABULARY, DISTANCE, ChunkedCausalLoss, ChunkedLossSwitch
 from hf_hybrid.streaming.optimizer import STATES_PER_WEIGHT
 from hf_hybrid.streaming.units import padded
 
@@ -35,6 +35,7 @@ class PlannedTrainer(TrainerView, Protocol):
     """A trainer whose memory is planned."""
 
     more_inputs: Mapping[str, Any]
+    loss_switch: type[ChunkedLossSwitch]
     blocks_of_rows: int
     data_collator: Any
 
@@ -69,7 +70,10 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
     held = int(shape.total.bytes((shape.trainable_bytes, shape.element_bytes)))  # lies on the host already
     pays = options.memory != "off" and shape.vocab >= BIG_VOCABULARY
     chunks = options.chunked_loss == "on" or (options.chunked_loss == "auto" and pays)
-    chunks = chunks or bool(on_gpu and trainer.more_inputs)  # TRL's kernels hold about as much
+    chunks = chunks and trainer.loss_switch().reason_not_chunked(trainer) is None
+    distills = getattr(trainer, "teacher_model", None) is not None
+    # TRL's kernels hold about as much, and so does its distance to a teacher where it has no whole logits.
+    chunks = chunks or bool(on_gpu and trainer.more_inputs) or (distills and not hasattr(trainer, DISTANCE))
     recomputed, decided = checkpointing(args), dict[str, Any](options.plan_values)
     reason = _reason_not_fewest(trainer)
     if recomputed == "auto" and reason is not None:
@@ -91,6 +95,8 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         activation_checkpointing=recomputed,
         offload_activations=options.offload_activations,
         chunked_loss=chunks and ChunkedCausalLoss.reason_not_chunked(model) is None,
+        distills=distills,
+        cached=_cached(trainer, length),
         optimizer_states=options.optimizer_states,
         states_per_weight=STATES_PER_WEIGHT.get(optimizer_name(args), 2),
         base_precision=options.base_precision,
@@ -147,6 +153,23 @@ def _reason_not_fewest(trainer: TrainerView) -> str | None:
     return None if is_known else unknown_loss(trainer)
 
 
+def keys_and_values(config: Any, size: int) -> int:
+    """Return the bytes of a token's keys and values in all layers, as if each attended to all tokens before it."""
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * size
+
+
+def _cached(trainer: PlannedTrainer, length: int) -> int:
+    """Return the bytes of keys and values of the completions that are made together, if any are here."""
+    args = trainer.args
+    if (together := getattr(args, "steps_per_generation", None)) is None or getattr(args, "use_vllm", False):
+        return 0
+    size = 2 if mixed_precision_of(args) != "no" else next(trainer.model.parameters()).element_size()
+    return together * args.per_device_train_batch_size * length * keys_and_values(trainer.model.config, size)
+
+
 def updates_in_backward(trainer: TrainerView) -> bool:
     """Whether streamed layers are updated in the backward pass: nothing is clipped, and nothing computed again."""
     clips, retries = trainer.args.max_grad_norm > 0, trainer.hybrid_args.out_of_memory == "retry"
@@ -163,8 +186,8 @@ def sampled(trainer: PlannedTrainer) -> tuple[int, SomeImages | None]:
         longest = max(map(_tokens, _spread(data, SAMPLED_LENGTHS)))
         return min(longest, getattr(trainer.args, "max_length", None) or longest), None
     except (TypeError, KeyError, IndexError, ValueError):
-        config = getattr(trainer.model, "config", None)
-        usual = min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
+        most = getattr(getattr(trainer.model, "config", None), "max_position_embeddings", None)
+        usual = min(most or 1024, getattr(trainer.args, "max_length", None) or 1024, 1024)
     if encoder_of(trainer.model) is None:
         return usual, None
     before = RandomStates.now(trainer.args.device)
@@ -185,7 +208,7 @@ def _spread(data: Any, count: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _tokens(row: Mapping[str, Any]) -> int:
-    pair = [len(row[name]) for name in ("chosen_ids", "rejected_ids") if name in row]
+    pair = [len(row[name]) for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
     return len(row["prompt_ids"]) + max(pair) if pair else len(row["input_ids"])
 
 
@@ -239,10 +262,14 @@ def in_eight_bits(model: torch.nn.Module) -> bool:
 def bytes_evaluated(models: Sequence[torch.nn.Module]) -> Evaluated:
     """Return what models take that are evaluated and not trained, as [`LayerStreamer`] places them."""
     weights = {id(tensor): tensor for model in models for tensor in (*model.parameters(), *model.buffers())}
-    layers = [layer for model in models for layer in decoder_layers(model)]
-    sizes = [sum(padded(weight.nbytes) for weight in layer.parameters()) for layer in layers]
-    slots = min(2, len(layers)) * max(sizes, default=0)
-    return Evaluated(sum(weight.nbytes for weight in weights.values()), sum(sizes), slots)
+    layers = [[layer] for model in models for layer in decoder_layers(model)]
+    ends = [modules for model in models for _, modules in embeddings_and_head(model)]
+    of_layers, of_ends = (
+        [sum(padded(w.nbytes) for w in {id(w): w for m in unit for w in m.parameters()}.values()) for unit in units]
+        for units in (layers, ends)
+    )
+    slots = min(2, len(layers)) * max(of_layers, default=0) + max(of_ends, default=0)
+    return Evaluated(sum(weight.nbytes for weight in weights.values()), sum(of_layers + of_ends), slots)
 
 
 def check_streamable(args, model: torch.nn.Module, device_map: dict | None) -> None:

@@ -18,8 +18,8 @@ from hf_hybrid.plan.accounting import ModelShape
 from hf_hybrid.plan.estimate import Estimator, Plan
 from hf_hybrid.plan.images import SomeImages, encoder_of
 from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config, takes_images
-from hf_hybrid.plan.of_trainer import bytes_evaluated
-from hf_hybrid.plan.setups import Setup
+from hf_hybrid.plan.of_trainer import bytes_evaluated, keys_and_values
+from hf_hybrid.plan.setups import Evaluated, Setup
 from hf_hybrid.plan.stand_ins import make_ternary, pack_base
 from hf_hybrid.plan.trace import Excerpt, Tracer
 from hf_hybrid.plan.ways import KINDS, Way, WayPlan, loaded, parse_size, usual_ways
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 LARGEST_TRACE = 2**26
 """Tokens of a micro-batch beyond which a plan is refused as absurd."""
-
-OF_TWO_LOGITS = {(False, "float32"): 52, (False, "bfloat16"): 20, (True, "float32"): 36, (True, "bfloat16"): 36}
-"""
-Bytes for each logit of a student, by autocast and weights, that the distance to a teacher takes beyond cross-entropy:
-TRL's GKD holds logits and log probabilities of both, and those of their mixture (a test counts them).
-"""
 
 
 def plan_memory(
@@ -138,7 +132,7 @@ class Planner:
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         sequence_length = min(1024, longest or 1024) if sequence_length is None else sequence_length
         setup |= {name: parse_size(setup[name], name) for name in ("vram", "ram") if setup.get(name) is not None}
-        self.setup = Setup(sequence_length, workspace=workspace_bytes(), **setup)
+        self.setup = Setup(sequence_length, workspace=workspace_bytes(), distills=teacher is not None, **setup)
         if self.setup.tokens > LARGEST_TRACE:
             tokens = f"`batch_size={self.setup.batch_size}` times `sequence_length={sequence_length}`"
             raise ValueError(f"{tokens} is over {LARGEST_TRACE} tokens at once. Lower one of them.")
@@ -148,10 +142,7 @@ class Planner:
                 "(`max_position_embeddings`). Lower it, or raise that number in the config."
             )
         self.full_model = functools.cache(lambda weights: build(self.config, getattr(torch, weights)))
-        teachers = [] if teacher is None else [read_config(teacher)]
-        self._evaluated = functools.cache(
-            lambda weights: bytes_evaluated([build(config, getattr(torch, weights)) for config in teachers])
-        )
+        self._teacher = None if teacher is None else read_config(teacher)
         self._generates = generates
         self._estimators: dict[tuple[str, str], Estimator] = {}
 
@@ -185,21 +176,18 @@ class Planner:
         reason = estimator.reason_not_chunked
         if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
-        evaluated, logits = self._evaluated(way.weights), way.setup.tokens * estimator.shape.vocab
-        if evaluated.whole:
-            evaluated = evaluated._replace(logits=logits * OF_TWO_LOGITS[way.setup.autocast, way.weights])
-        cached = self._generates * self.setup.sequence_length * self._keys_and_values(way)
-        setup = replace(way.setup, evaluated=evaluated, cached=cached)
+        size = 2 if way.setup.autocast else getattr(torch, way.weights).itemsize
+        cached = self._generates * self.setup.sequence_length * keys_and_values(self.config, size)
+        setup = replace(way.setup, evaluated=self._evaluated(way.weights, way.kind), cached=cached)
         setup = setup if way.kind == "full" else replace(setup, values_per_weight=None)
         return WayPlan(**vars(estimator.best(setup)), way=way)
 
-    def _keys_and_values(self, way: Way) -> int:
-        """Bytes of a token's keys and values in all layers, as if each attended to all tokens before it."""
-        config = self.config.get_text_config()
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        size = 2 if way.setup.autocast else getattr(torch, way.weights).itemsize
-        return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * size
+    @functools.cache  # noqa: B019  # a planner lives as long as a command
+    def _evaluated(self, weights: str, kind: str) -> Evaluated:
+        if self._teacher is None:
+            return Evaluated()
+        teacher = build(self._teacher, getattr(torch, weights))
+        return bytes_evaluated([pack_base(teacher) if kind == "QLoRA" else teacher])
 
     def _estimator(self, weights: str, kind: str) -> Estimator:
         if (weights, kind) not in self._estimators:

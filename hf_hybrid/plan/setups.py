@@ -32,7 +32,7 @@ _CHOICES: dict[str, tuple] = {
 }
 DECIDED = (
     "recomputed_layers", "kept_graphs", "prefetch_layers", "stream_embeddings", "buffers_device", "update_in_backward",
-    "evaluated", "evaluated_on_host", "cached", "beside",
+    "evaluated", "evaluated_on_host", "distills", "cached", "beside",
 )  # fmt: skip
 _LEAST = {"sequence_length": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "prefetch_layers": 0}
 
@@ -41,9 +41,8 @@ class Evaluated(NamedTuple):
     """Bytes of models that are evaluated and not trained (a reference, teachers)."""
 
     whole: int = 0  # of their weights
-    layers: int = 0  # what can be streamed of them
-    slots: int = 0  # device memory that layers are streamed through, which all models share
-    logits: int = 0  # that a loss holds of them and of the model, beyond cross-entropy
+    layers: int = 0  # what can be streamed of them: layers, embeddings and heads
+    slots: int = 0  # device memory that these are streamed through, which all models share
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,8 @@ class Setup:
     values_per_weight: float | None = 1  # fp32 values that the direction of leaps keeps of each; None: there are none
     buffers_device: str = "auto"  # of these: beside the weights, or "cpu"
     evaluated: Evaluated = Evaluated()
-    evaluated_on_host: bool = False  # their layers
+    evaluated_on_host: bool = False  # their layers, embeddings and heads
+    distills: bool = False  # the loss is TRL's distance between the logits of the model and of a teacher
     beside: int = 0  # passes without gradients that go beside each micro-batch
     cached: int = 0  # bytes of keys and values while completions are made, when there are no activations
 

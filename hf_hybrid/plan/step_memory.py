@@ -184,14 +184,13 @@ class WeightBytes:
 
     def add_beside(self, table: ByteTable) -> None:
         """
-        Add models that are not trained, whole on the device or their layers on the host, and what completions hold
+        Add models that are not trained, on the device or on the host as far as they stream, and what completions hold
         beyond the activations of a step.
         """
-        whole, layers, slots, logits = self.setup.evaluated
+        whole, layers, slots = self.setup.evaluated
         on_host = layers * self.setup.evaluated_on_host
         table.add("weights", "device", whole - on_host + slots * self.setup.evaluated_on_host)
         table.add("weights", "host", on_host)
-        table.add("activations", "device", logits)
         table.add("activations", "device", max(self.setup.cached - table.get("activations", "device"), 0))
 
     def add_leaps(self, table: ByteTable, resident: WeightCount) -> None:
@@ -287,6 +286,9 @@ class StreamedStep:
         # The output before the last is parked as well, though it is needed again at once.
         waiting = (len(shape.layers) - 1) * setup.micro_batches_in_flight if setup.offload_activations else 0
         self.parked = waiting * active.output
+        # Layers leave boundaries for their backward pass: on the device, or with `offload_activations` all but two.
+        near = min(len(shape.layers), 2) if setup.offload_activations else len(shape.layers)
+        self.boundaries = near * active.boundary * setup.micro_batches_in_flight
         self.parked_locked = waiting * self.per.locked(active.output)
         # Gradients of embeddings or head add up over the micro-batches of a pass; each is there beside the sum.
         self.passes = setup.gradient_accumulation_steps // setup.micro_batches_in_flight
@@ -310,11 +312,7 @@ class StreamedStep:
             expanded = max((layer.frozen for layer in self.layers), default=0)
             table.add("buffers", "device", expanded * per.computed.frozen)
         table.add("buffers", "device", self.adapter_copies)
-        # Layers leave boundaries for their backward pass: on the device, or with `offload_activations` all but two.
-        layers = len(self.shape.layers)
-        near = min(layers, 2) if self.setup.offload_activations else layers
-        of_a_micro_batch = self.active.always + near * self.active.boundary
-        table.add("activations", "device", of_a_micro_batch * self.setup.micro_batches_in_flight)
+        table.add("activations", "device", self.active.always * self.setup.micro_batches_in_flight + self.boundaries)
         table.add("activations", "host", self.parked_locked)
         for layer, times in Counter(self.layers).items():
             on_host = not self.in_backward or self.passes > 1  # of several passes gradients add up there
@@ -336,9 +334,13 @@ class StreamedStep:
         return leaving if self.per.on_gpu else 0
 
     def update(self) -> DeviceBytes:
-        """A unit is updated before its forward pass. At the first step its states are made beside the ring, instead."""
-        scratch = self.per.update_scratch + MUON_SCRATCH * self.shape.largest_muon
-        gradients = self.still_leaving() + self.gradients_of_a_layer * self.in_backward
+        """A unit is updated before its forward pass. In the first step states are made beside the ring, one by one."""
+        trained = (p.count for unit in (*self.layers, *self.ends) for p in unit.by_parameter if p.trained)
+        states = math.ceil(max(trained, default=0) * self.per.state)
+        scratch = self.per.update_scratch + MUON_SCRATCH * self.shape.largest_muon + states
+        # When the last layers are updated, all boundaries are there, and what still left at the first one has left.
+        leaving = max(self.still_leaving() - self.boundaries, 0)
+        gradients = leaving + self.gradients_of_a_layer * self.in_backward
         return {"gradients": gradients, "buffers": self.ring + scratch * bool(self.ring)}
 
     def loss(self) -> DeviceBytes:

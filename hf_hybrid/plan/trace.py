@@ -55,7 +55,13 @@ from hf_hybrid.plan.images import TEXT, SomeImages, put_among_embeddings, run_kn
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import stand_in_for_low_bit
 from hf_hybrid.streaming.layers import base_model, decoder_layers, find_layers
-from hf_hybrid.streaming.loss import ChunkedCausalLoss, head_of, linear_cross_entropy
+from hf_hybrid.streaming.loss import (
+    DISTANCE_LOGITS,
+    ChunkedCausalLoss,
+    head_of,
+    linear_cross_entropy,
+    sum_in_chunks,
+)
 from hf_hybrid.streaming.low_bit import BLOCK, LEAST_QUANTIZED
 
 logger = logging.getLogger(__name__)
@@ -468,17 +474,29 @@ def _loss(model: nn.Module, inputs: dict[str, Tensor], setup: Setup, **more_inpu
         # Without the mask of ones, whose values nobody can look at here: attention is causal.
         given = {name: value for name, value in inputs.items() if name != "attention_mask"}
         if setup.chunked_loss:
-            return _chunked_loss(model, given)
+            return _chunked_loss(model, given, setup)
+        if setup.distills:
+            given.pop("labels")
         outputs = model(**given, **more_inputs)
     if setup.autocast:
         outputs = convert_outputs_to_fp32(lambda: outputs)()
-    return outputs["loss"]
+    return _distance(outputs["logits"]) if setup.distills else outputs["loss"]
+
+
+def _distance(logits: Tensor) -> Tensor:
+    """What TRL's distance between these logits and those of a teacher allocates."""
+    both = logits[..., :-1, :], torch.empty_like(logits)[..., :-1, :]
+    scaled = [logits / 1.0 for logits in both]
+    student, teacher = (logits.log_softmax(-1) for logits in scaled)
+    mixture = torch.logsumexp(torch.stack([student + 1.0, teacher + 1.0]), dim=0)
+    parts = [F.kl_div(mixture, of, reduction="none", log_target=True) for of in (teacher, student)]
+    return (0.5 * parts[0] + 0.5 * parts[1]).clone().sum()
 
 
 _TRACED_ROWS = 1024  # of the chunked loss: two chunks
 
 
-def _chunked_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+def _chunked_loss(model: nn.Module, inputs: dict[str, Tensor], setup: Setup) -> Tensor:
     head, seen = head_of(base_model(model)), []
     if not isinstance(head, nn.Linear):
         raise TypeError(f"The head is a `{type(head).__name__}`, whose loss is not computed in chunks.")
@@ -491,12 +509,21 @@ def _chunked_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     targets = inputs.pop("labels")
     model(**inputs)
     targets = F.pad(targets, (0, 1), value=-100)[..., 1:].flatten()
-    hidden = seen.pop().flatten(0, 1)
-    if len(hidden) > _TRACED_ROWS:
-        if torch.is_autocast_enabled("cpu"):
+    hidden, chunk = seen.pop().flatten(0, 1), max(DISTANCE_LOGITS // len(head.weight), 1)
+    rows = 2 * chunk if setup.distills else _TRACED_ROWS
+    if len(hidden) > rows:
+        if torch.is_autocast_enabled("cpu") and not setup.distills:
             hidden = hidden.to(torch.get_autocast_dtype("cpu"))
-        hidden, targets = _FirstRows.apply(hidden, _TRACED_ROWS), targets[:_TRACED_ROWS]
-    return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
+        hidden, targets = _FirstRows.apply(hidden, rows), targets[:rows]
+    if not setup.distills:
+        return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
+
+    def distance(part: Tensor, _: slice) -> Tensor:
+        logits = F.linear(part, head.weight, head.bias)
+        with torch.autocast("cpu", enabled=False):
+            return _distance(logits.float() if setup.autocast else logits)
+
+    return sum_in_chunks(distance, hidden, [w for w in head.parameters() if w.requires_grad], chunk)
 
 
 class _FirstRows(torch.autograd.Function):
@@ -672,7 +699,7 @@ class Tracer:
         by_plan = self.images is not None and setup.activation_checkpointing is not True
         if by_plan and reading is activations:
             kind = "streamed"  # and what does not travel is not recomputed
-        key = (kind, *batch, setup.autocast, setup.chunked_loss, setup.accelerator)
+        key = (kind, *batch, setup.autocast, setup.chunked_loss, setup.accelerator, setup.distills)
         if key not in self.traces:
             with warnings.catch_warnings(), FakeTensorMode():
                 warnings.simplefilter("ignore")

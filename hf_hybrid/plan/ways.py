@@ -90,6 +90,8 @@ def usual_ways(
         if setup.vram is not None:
             add(kind, how, chunked, "checkpointing auto", **least, activation_checkpointing="auto")
         add(kind, how, chunked, "checkpointing", **least, **recomputed)
+        if setup.distills:
+            add(kind, how, chunked, "checkpointing", "teacher streamed", **least, **recomputed, evaluated_on_host=True)
         if kind == "LoRA":
             add(kind, "streamed", **streamed)
             add(kind, "streamed int8 base", **streamed, base_precision="int8")

@@ -115,7 +115,8 @@ class Resident(InPlace):
         attached = self.evaluated is None or self.evaluated.attached
         Resident.begin(self)
         try:
-            yield
+            with contextlib.nullcontext() if self.evaluated is None else self.evaluated.holding_heads():
+                yield
         finally:
             if not attached:
                 Resident.end(self)

@@ -19,6 +19,8 @@ its loss function, which hands out the head's loss. What the model does to logit
 sending known numbers through: a factor and a tanh cap are recognised and move into the chunks; anything else is
 refused.
 
+**Other losses** of logits, as the distance to a teacher's, are differentiated chunk by chunk too ([`sum_in_chunks`]).
+
 **Whether to.** Chunks add in another order, so the loss differs in its last digits. [`ChunkedLossSwitch`] uses them
 where they are asked for, or where logits are large, and only after the first batch has shown that both losses agree.
 """
@@ -29,7 +31,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,10 @@ from hf_hybrid.streaming.layers import base_model
 logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
+DISTANCE = "generalized_jsd_loss"
+"""Method of TRL's trainers: the distance between logits of two models."""
+DISTANCE_LOGITS = 2**24
+"""Logits of each model that are there at once for the distance between two."""
 FEW_CHUNKS = 8
 """Chunks whose gradients of the head are added in half precision."""
 
@@ -155,6 +161,55 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*(None if grad is None else grad.mul_(factor) for grad in grads), *5 * [None])
 
 
+def sum_in_chunks(
+    loss_of: Callable[[torch.Tensor, slice], torch.Tensor],
+    states: torch.Tensor,
+    weights: Iterable[torch.Tensor],
+    chunk_tokens: int,
+) -> torch.Tensor:
+    """
+    Summed loss of `states`, `[tokens, width]`: `loss_of` computes that of a part, from what it is told that part is, by
+    `weights`. Gradients are computed chunk by chunk, so that nothing else of a chunk is left behind it.
+    """
+    return _SumInChunks.apply(loss_of, chunk_tokens, torch.is_grad_enabled(), states, *weights)
+
+
+class _SumInChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss_of, chunk_tokens, with_grad, states, *weights):
+        needs = [with_grad and need for need in ctx.needs_input_grad[3:]]
+        trained = [weight for weight, need in zip(weights, needs[1:]) if need]
+        exact = torch.promote_types(states.dtype, torch.float32)
+        few = len(states) <= FEW_CHUNKS * chunk_tokens  # beyond them a sum in half precision loses what chunks add
+        sums = [torch.zeros_like(w, dtype=w.dtype if few else torch.promote_types(w.dtype, exact)) for w in trained]
+        of_states = torch.zeros_like(states) if needs[0] else None
+        total = torch.zeros((), dtype=exact, device=states.device)
+
+        def add(rows: slice) -> None:  # a function, so that all of one chunk is gone before the next
+            part = states[rows].detach().requires_grad_(needs[0])
+            with torch.set_grad_enabled(any(needs)):
+                loss = loss_of(part, rows)
+            total.add_(loss.detach())
+            if any(needs):
+                found = [*torch.autograd.grad(loss, [part] * needs[0] + trained, allow_unused=True)]
+                if of_states is not None:
+                    of_states[rows] = found.pop(0)
+                for gradient, more in zip(sums, found):
+                    gradient.add_(0 if more is None else more)  # an adapter that does not compute now
+
+        for start in range(0, len(states), chunk_tokens):
+            add(slice(start, start + chunk_tokens))
+        found = iter(sums)
+        ctx.grads = [of_states, *(next(found).to(w.dtype) if need else None for w, need in zip(weights, needs[1:]))]
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grad_outputs):
+        grads, ctx.grads = ctx.grads, None
+        return None, None, None, *(None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads)
+
+
 @dataclass
 class _Call:
     """One forward pass in which the model gets a small tensor instead of its logits `[batch, tokens, vocabulary]`."""
@@ -166,6 +221,24 @@ class _Call:
     output: Any = None  # of the head, once it has run: the summed loss, or logits while probing
     stand_in: Any = None  # what the model got in its place: [batch, tokens, 1], or [batch, tokens, len(probe)]
     arrived: Any = None  # the stand-in as the model hands it to its loss function
+
+
+PROBE = (2.0**-10, 1e6, 0.0, 1.0, -1.0, 10.0, -100.0, 1000.0)
+"""Numbers to send through a model in place of logits: the first gives the factor, the second the cap."""
+
+
+def transfer_of(arrived: torch.Tensor, name: str) -> tuple[float, float | None]:
+    """Return by which factor and which tanh cap a model of this name has changed [`PROBE`]."""
+    arrived, probe = arrived.cpu(), torch.tensor(PROBE)
+    small, large = arrived.reshape(-1, len(probe))[0, :2].tolist()
+    scale, cap = small / PROBE[0], None
+    expected = scale * probe
+    if not math.isclose(large, scale * PROBE[1], rel_tol=1e-3):
+        cap = abs(large)
+        expected = cap * torch.tanh(expected / cap)
+    if not torch.allclose(arrived, expected.expand_as(arrived), rtol=1e-4, atol=1e-6):
+        raise RuntimeError(f"`{name}` changes its logits by more than a factor and a tanh cap.")
+    return scale, cap
 
 
 class ChunkedCausalLoss:
@@ -183,7 +256,6 @@ class ChunkedCausalLoss:
 
     TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-4, 1e-2  # relative; a bfloat16 model also rounds capped and scaled logits
     CHECKED_TOKENS = 64
-    PROBE = (2.0**-10, 1e6, 0.0, 1.0, -1.0, 10.0, -100.0, 1000.0)  # the first gives the factor, the second the cap
 
     def __init__(self, model: nn.Module, chunk_tokens: int = 512):
         reason, base = self.reason_not_chunked(model), base_model(model)
@@ -252,7 +324,7 @@ class ChunkedCausalLoss:
         Runs three small forward passes without gradients, in evaluation mode; random state and mode are restored.
         """
         try:
-            part = _checked_part(inputs, self.CHECKED_TOKENS)
+            part = checked_part(inputs, self.CHECKED_TOKENS)
             dtype = self._measure(model, part)
             if num_items_in_batch is not None:
                 part["num_items_in_batch"] = num_items_in_batch
@@ -283,19 +355,10 @@ class ChunkedCausalLoss:
 
     def _measure(self, model, inputs) -> torch.dtype:
         """Find factor and cap between head and loss, and return the dtype of the logits."""
-        probe = torch.tensor(self.PROBE)
+        probe = torch.tensor(PROBE)
         with self._quiet(model), self.active(inputs, probe) as call:
             model(**inputs)
-        arrived = call.arrived.cpu()
-        small, large = arrived.reshape(-1, len(probe))[0, :2].tolist()
-        scale, cap = small / self.PROBE[0], None
-        expected = scale * probe
-        if not math.isclose(large, scale * self.PROBE[1], rel_tol=1e-3):
-            cap = abs(large)
-            expected = cap * torch.tanh(expected / cap)
-        if not torch.allclose(arrived, expected.expand_as(arrived), rtol=1e-4, atol=1e-6):
-            raise RuntimeError(f"`{type(self.base).__name__}` changes its logits by more than a factor and a tanh cap.")
-        self._transfer = scale, cap
+        self._transfer = transfer_of(call.arrived, type(self.base).__name__)
         return call.output.dtype
 
     @staticmethod
@@ -318,7 +381,7 @@ class ChunkedCausalLoss:
         if call is not None and kwargs.get("labels") is not None:
             call.labels, call.targets = kwargs["labels"], _targets(kwargs)
             if call.probe is None:  # the host waits for their number: before the first layer, and not behind the last
-                call.kept = _counting(call.targets)
+                call.kept = indices_that_count(call.targets)
 
     def _before_head(self, head, args, kwargs):
         call = self._pending()
@@ -333,7 +396,7 @@ class ChunkedCausalLoss:
         scale, cap = self._transfer
         call, flat = self._pending(), targets.reshape(-1).to(input.device)
         known = call.kept if call is not None and call.targets is targets else None
-        kept = (_counting(targets) if known is None else known).to(input.device)
+        kept = (indices_that_count(targets) if known is None else known).to(input.device)
         if len(kept) < len(flat):  # no logits for tokens that do not count
             input, targets = input.reshape(-1, input.shape[-1])[kept], flat[kept]
         return linear_cross_entropy(
@@ -376,7 +439,7 @@ def _targets(inputs: Mapping[str, Any]) -> torch.Tensor:
     return F.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:] if targets is None else targets
 
 
-def _counting(targets: torch.Tensor) -> torch.Tensor:
+def indices_that_count(targets: torch.Tensor) -> torch.Tensor:
     """Return the indices of the tokens that count."""
     return targets.reshape(-1).ne(IGNORE_INDEX).nonzero()[:, 0]
 
@@ -389,7 +452,7 @@ class ChunkedLossSwitch:
     """Computes a trainer's loss in chunks if the options ask for it, the model allows it and both losses agree."""
 
     def __init__(self):
-        self.loss: ChunkedCausalLoss | None = None  # while it is installed
+        self.loss: Any = None  # while it is installed
         self._agreed: bool | None = None
         self._required = False
 
@@ -407,13 +470,21 @@ class ChunkedLossSwitch:
         if self.loss is not None or not (self._required or (options.chunked_loss == "auto" and pays)):
             return
         self._agreed = None
-        reason = ChunkedCausalLoss.reason_not_chunked(trainer.model)
-        if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
-            reason = "the trainer has its own loss (`compute_loss_func` or `label_smoothing_factor`)"
-        if reason is None:
-            self.loss = ChunkedCausalLoss(trainer.model).install()
+        if (reason := self.reason_not_chunked(trainer)) is None:
+            self.loss = self.loss_of(trainer)
         else:
             self._refuse(reason)
+
+    def reason_not_chunked(self, trainer: TrainerView) -> str | None:
+        if hasattr(trainer, DISTANCE):
+            return "its loss is a distance between logits, which `HybridGKDTrainer` takes in chunks"
+        if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
+            return "the trainer has its own loss (`compute_loss_func` or `label_smoothing_factor`)"
+        return ChunkedCausalLoss.reason_not_chunked(trainer.model)
+
+    def loss_of(self, trainer: TrainerView) -> Any:
+        """Return the loss in chunks, installed: an object as [`ChunkedCausalLoss`]."""
+        return ChunkedCausalLoss(trainer.model).install()
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -443,7 +514,7 @@ class ChunkedLossSwitch:
         logger.warning("The loss is computed from all logits (`chunked_loss`): %s.", reason)
 
 
-def _checked_part(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+def checked_part(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Return the row with most labels, cut to `tokens` from its first label on. Inputs of other shapes are cut less."""
     labels = inputs["labels"]
     shapes = [value.shape for value in inputs.values() if torch.is_tensor(value)]

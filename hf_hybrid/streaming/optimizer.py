@@ -590,7 +590,9 @@ class LazyOptimizer(torch.optim.Optimizer, Updates):
         transfers.wait(slot.ready)
         masters, gradients, states = beside.views(slot.buffer)
         for group in groups:  # one call of the optimizer for each: its options may differ within a layer
-            self._step(beside, group, scale, masters, gradients | here, states)
+            # The first makes states, which are not in the slot yet: of one parameter at a time.
+            for params in [group["params"]] if beside.has_states else zip(group["params"]):
+                self._step(beside, {**group, "params": [*params]}, scale, masters, gradients | here, states)
         for start, buffer in beside.written():
             transfers.send(slot.buffer[start : start + len(buffer)], buffer, keep=False)
         size = storage.whole_bytes  # what lies behind it is frozen

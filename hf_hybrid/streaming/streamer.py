@@ -158,6 +158,9 @@ class LayerStreamer:
             ways = self.layers[place + 1 :], self.layers[:place][::-1]
             most = ahead + unit.resident  # a resident unit leaves its slot to one more
             self._next[unit] = [[other for other in way if not other.resident][:most] for way in ways]
+        self.behind: dict[Unit, Unit] = {}
+        """Heads, each by the last layer before it, that losses read by themselves, past their `forward`."""
+        self.holds_heads = False
         self._in_backward: Unit | None = None
         self._undo: list[Callable[[], None]] = []
         dtypes = {param.dtype for param in self.streamed.values()}
@@ -166,6 +169,25 @@ class LayerStreamer:
         }
         self._pools: list[SlotPool] = []
         self._expanded = torch.empty(0)
+
+    def read_behind(self, layer: nn.Module, head: nn.Module) -> None:
+        """A loss may read the weights of a head that is streamed, when this last layer has computed."""
+        last = next((unit for unit in self.layers if layer in unit.modules), None)
+        of_head = next((unit for unit in self.ends if head in unit.modules), None)
+        if last is not None and of_head is not None:
+            self.behind[last] = of_head
+            self._next[last][0].append(of_head)
+
+    @contextlib.contextmanager
+    def holding_heads(self) -> Generator[None]:
+        """Context in which a head that comes in behind its last layer stays until another end needs its slot."""
+        self.holds_heads = True
+        try:
+            yield
+        finally:
+            self.holds_heads = False
+            for unit in [unit for unit in self.ends if unit.bound]:
+                self.release(unit)
 
     def keep_graphs(self, graphs: int, in_flight: int) -> None:
         """Let so many passes through the last layers keep their graphs. Experts that travel by use are recomputed."""
@@ -575,6 +597,8 @@ class LayerStreamer:
         if unit.altered:
             unit.altered = False
             unit.pool.forget(unit)
+        if self.holds_heads and unit in self.behind:
+            self.bring_in(self.behind[unit])
 
     # Transfers of gradients.
 

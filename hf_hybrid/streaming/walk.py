@@ -345,7 +345,10 @@ class LayerWalk:
             if self.parking is not None:
                 for output in _boundaries(calls):
                     output.park()
+            head = streamer.behind.get(unit)
             for job, _ in waiting:
+                if head is not None and not head.bound:  # the micro-batch before has gone on to embeddings
+                    streamer.bring_in(head)
                 self.advance(job)
             if self.others:
                 self.others = [other for other in self.others if other.waiting_for is not None]

@@ -25,7 +25,7 @@ from hf_hybrid.compat import trl_error
 from hf_hybrid.machine import PendingRead, device_memory, sharding_of, shards_by_fsdp2, windows_may_change
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
-from hf_hybrid.recovery import is_out_of_memory
+from hf_hybrid.recovery import free_memory, is_out_of_memory
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.facts import Marks, of_user
 from hf_hybrid.rows.images import adapters_of
@@ -135,6 +135,14 @@ class Rollouts(Part):
         self.users_rewards = Fallbacks("Rewards are asked for where TRL asks, and all advantages are TRL's", tells)
         self.of_users = UsersState(trainer)
         self.window_begins_at = 0  # TRL's number of the first micro-batch of the window
+        self.generated_at: int | None = None
+        """The number of the micro-batch before which completions were made last."""
+        self.generates = False
+        """They are made now."""
+        self.planned: Counter[str] = Counter()
+        """What the window has added to the counts."""
+        self.logged: dict[str, int] = {}
+        """Entries of TRL's metrics before the first loss of the window."""
         self.counts: Counter[str] = Counter()
         """Those of the run, once it begins."""
         self._before: dict[str, Any] | None = None
@@ -208,6 +216,7 @@ class Rollouts(Part):
     def begin_step(self, step: Step) -> None:
         self.skips.planned.clear()  # of what an exception has left of the window before
         self.window_begins_at, self._before = self.trainer._step, self._place()
+        self.generated_at, self.generates, self.planned = None, False, Counter()
 
     def end_step(self, step: Step) -> None:
         self._before = None
@@ -231,6 +240,7 @@ class Rollouts(Part):
             by_prompt=self.by_prompt,
         )
         self.counts.update(counts)
+        self.planned.update(counts)
         return self.skips.computed
 
     def summary(self) -> dict[str, Any]:
@@ -393,10 +403,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     method: str
     """As TRL names output folders."""
     can_leap = False
-    cannot_repeat = (
-        "Completions of a step are not generated twice. Lower `per_device_train_batch_size` and raise "
-        "`gradient_accumulation_steps`."
-    )
+    draws_first = True
     args: GRPOConfig
     model: torch.nn.Module
     _buffered_inputs: list[Batch] | None
@@ -657,33 +664,53 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         generation, in_loss, chosen = self.generation, self._in_loss, None  # another micro-batch may run meanwhile
         if (of_reference := generation.of_reference) is not None and of_reference[0] is input_ids:
             return of_reference[1], None, None
+        most = None if torch.is_grad_enabled() else self.recovery.policy.scored_rows
+        batch_size = batch_size if most is None else min(batch_size or most, most)
         if generation.rewards_first and generation.sampled is not None and generation.rewards is None:
             chosen = self._old_rows(attention_mask, logits_to_keep)
-        with self.rows.on(self.accelerator.unwrap_model(model)):
-            compute = super()._get_per_token_logps_and_entropies
-            if chosen is None or len(chosen) == len(input_ids):
-                rows = model, input_ids, attention_mask, logits_to_keep, batch_size
-                if (found := self._in_a_walk(compute, *rows, **kwargs)) is not None:
-                    return found, None, None
-                log_probs, *others = compute(*rows, *args, **kwargs)
-                if in_loss is not None:
-                    self._compare_with_sampler(in_loss, log_probs.detach())
-                return log_probs, *others
-            self.rollouts.counts["log_probs_skipped"] += len(input_ids) - len(chosen)
-            # To TRL, NaN is what vLLM could not say: a ratio of 1, without a part in the metrics of the difference.
-            corrects = self.use_vllm and getattr(self, "vllm_importance_sampling_correction", False)
-            shape = (len(input_ids), logits_to_keep)
-            log_probs = torch.full(shape, float("nan") if corrects else 0.0, device=input_ids.device)
-            rows = indices(chosen, input_ids.device)
-            generation.left_out = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-            generation.left_out[rows] = False
-            if chosen:
-                others = take([{n: v for n, v in kwargs.items() if v is not None}], torch.tensor(chosen))
-                given = model, input_ids[rows], attention_mask[rows], logits_to_keep, batch_size
-                computed = self._in_a_walk(compute, *given, **others)
-                computed = compute(*given, *args, **others)[0] if computed is None else computed
-                log_probs = log_probs.to(computed.dtype).index_copy(0, rows, computed)
-            return log_probs, None, None
+        try:
+            with self.rows.on(self.accelerator.unwrap_model(model)):
+                compute = super()._get_per_token_logps_and_entropies
+                if chosen is None or len(chosen) == len(input_ids):
+                    rows = model, input_ids, attention_mask, logits_to_keep, batch_size
+                    if (found := self._in_a_walk(compute, *rows, **kwargs)) is not None:
+                        return found, None, None
+                    log_probs, *others = compute(*rows, *args, **kwargs)
+                    if in_loss is not None:
+                        self._compare_with_sampler(in_loss, log_probs.detach())
+                    return log_probs, *others
+                self.rollouts.counts["log_probs_skipped"] += len(input_ids) - len(chosen)
+                # To TRL, NaN is what vLLM could not say: a ratio of 1, without a part in the metrics of the difference.
+                corrects = self.use_vllm and getattr(self, "vllm_importance_sampling_correction", False)
+                shape = (len(input_ids), logits_to_keep)
+                log_probs = torch.full(shape, float("nan") if corrects else 0.0, device=input_ids.device)
+                rows = indices(chosen, input_ids.device)
+                generation.left_out = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+                generation.left_out[rows] = False
+                if chosen:
+                    others = take([{n: v for n, v in kwargs.items() if v is not None}], torch.tensor(chosen))
+                    given = model, input_ids[rows], attention_mask[rows], logits_to_keep, batch_size
+                    computed = self._in_a_walk(compute, *given, **others)
+                    computed = compute(*given, *args, **others)[0] if computed is None else computed
+                    log_probs = log_probs.to(computed.dtype).index_copy(0, rows, computed)
+                return log_probs, None, None
+        except Exception as error:
+            self._score_fewer(error, min(batch_size or len(input_ids), len(input_ids)))
+        return self._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
+        )
+
+    def _score_fewer(self, error: Exception, rows: int) -> None:
+        """Score fewer rows at a time from here on, if memory ran out in a pass without gradients."""
+        if torch.is_grad_enabled() or rows == 1:
+            raise error
+        generates, self.rollouts.generates = self.rollouts.generates, False  # completions are there
+        self.recovery.catch(error)
+        self.rollouts.generates, smaller = generates, (rows + 1) // 2
+        self.recovery.policy.scored_rows = smaller
+        self.recovery.note("split log-probabilities", before=rows, after=smaller)
+        logger.warning("Log-probabilities of %d rows do not fit: %d at a time from here on.", rows, smaller)
+        free_memory()
 
     _in_loss: Batch | None = None
     """The micro-batch whose loss is computed."""
@@ -745,6 +772,28 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
 
     # A window.
 
+    @property
+    def cannot_repeat(self) -> str | None:  # ty: ignore[incompatible-property-override]
+        rollouts = self.rollouts
+        if rollouts.generates or (rollouts.generated_at or 0) > rollouts.window_begins_at:
+            return (
+                "Completions of a step are not generated twice. Lower `per_device_train_batch_size` and raise "
+                "`gradient_accumulation_steps`."
+            )
+        return None
+
+    @property
+    def rows_at_once(self) -> int | None:  # ty: ignore[incompatible-property-override]
+        return None if self._reason_not_moved() is not None else self.args.per_device_train_batch_size
+
+    def begin_again(self) -> None:
+        """The completions of the window are there. What losses have counted and logged of it goes."""
+        rollouts, self._step = self.rollouts, self.rollouts.window_begins_at
+        rollouts.counts.subtract(rollouts.planned)
+        rollouts.planned.clear()
+        for name, values in self._metrics["train"].items():
+            del values[rollouts.logged.get(name, 0) :]
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.rollouts.leaves_out and self.accelerator.sync_gradients:
@@ -756,7 +805,18 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         if self.model.training and self._step == rollouts.window_begins_at:
             rollouts.skips.planned.clear()  # of a window that begins again
             rollouts.choose_rows()
-        inputs = super()._prepare_inputs(inputs)  # generates if it is time to
+        per_generation: Any = self.args.steps_per_generation  # TRL's config fills it in
+        if self.model.training and rollouts.generated_at == self._step:  # the window is computed again
+            inputs = self.generated[self._step % per_generation]
+        else:
+            due = self._buffered_inputs is None or self._step % (per_generation * self.num_iterations) == 0
+            rollouts.generates = self.model.training and due
+            inputs = super()._prepare_inputs(inputs)  # generates if it is time to
+            if rollouts.generates:
+                rollouts.generated_at, rollouts.generates = self._step, False
+            if self._step == rollouts.window_begins_at and self.recovery.retries:
+                self.recovery.random, metrics = RandomStates.now(self.args.device), self._metrics["train"]
+                rollouts.logged = dict(zip(metrics, map(len, metrics.values())))
         if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
             return inputs
         if not rollouts.skips.planned:
@@ -769,12 +829,32 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
     def _compute_loss(self, model, inputs):
         if inputs is None:
             return torch.zeros((), device=self.args.device, requires_grad=True)
+        most = self.recovery.policy.micro_batch_size
+        if most is not None and len(inputs["completion_ids"]) > most and torch.is_grad_enabled():
+            return self._loss_in_parts(model, inputs, most)
         self._in_loss, planned = inputs, self.rollouts.leaves_out or self.rollouts.by_prompt
         try:
             with self.rows.host.computing(inputs["completion_ids"]) if planned else contextlib.nullcontext():
                 return super()._compute_loss(model, inputs)
         finally:
             self._in_loss = None
+
+    def _loss_in_parts(self, model, inputs: Batch, most: int) -> Tensor:
+        """Return the loss of the last rows, and that of the others, whose gradients are there then."""
+        parts = [take([inputs], rows) for rows in torch.arange(len(inputs["completion_ids"])).split(most)]
+        of_parts: list[Any] = [len(part["completion_ids"]) for part in parts]
+        if self._mean == "tokens":
+            of_parts = [tokens_in_loss(part).sum() for part in parts]
+        whole, later = sum(of_parts[1:], of_parts[0]), self.current_gradient_accumulation_steps
+        whole = whole.clamp(min=1) if torch.is_tensor(whole) else whole
+        is_divided = getattr(self, "loss_is_scaled_for_ga", None) or self.compute_loss_func is not None
+        done: Any = 0.0
+        for part, size in zip(parts, of_parts):
+            loss = self._compute_loss(model, part) * (1.0 if self._mean == "items" else size / whole)
+            if part is not parts[-1]:
+                self.accelerator.backward(loss if is_divided else loss / later)
+                done = done + loss.detach()
+        return loss + done
 
     def log(self, logs, *args, **kwargs):
         if "loss" in logs:

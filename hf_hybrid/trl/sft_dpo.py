@@ -50,6 +50,7 @@ class TRLConfigBase(HybridConfigBase):
     """The options and checks that the configs for TRL have in common."""
 
     plan_values = {"stream_embeddings": False}  # TRL multiplies with the head's weights without calling it
+    chunked_by_trl = True
 
     def __post_init__(self):
         if self.bf16 is None and not self.fp16:  # by the hardware: TRL has it on, which fails where nothing can do it
@@ -60,7 +61,7 @@ class TRLConfigBase(HybridConfigBase):
             else:
                 self.bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
         super().__post_init__()
-        if self.chunked_loss == "on":
+        if self.chunked_loss == "on" and self.chunked_by_trl:
             raise ValueError(
                 "`chunked_loss=on` changes the head of the model, past which TRL computes its loss, in chunks already. "
                 "Leave `chunked_loss` out."
@@ -295,10 +296,10 @@ class TRLTrainerMixin(HybridTrainerMixin):
 
     _is_vision_dataset: bool
     more_inputs = {"fused_lm_head": True}  # TRL computes the head in chunks, on a GPU by kernels of its own
+    loss_switch = _HeadOfTRL
 
     def __init__(self, *args, probe_dataset=None, **kwargs):
         super().__init__(*args, probe_dataset=probe_dataset, **kwargs)
-        self._chunked_loss = _HeadOfTRL()
         check_images(self)
         if self.has_phases and self._is_vision_dataset:
             reason = "`train_dataset` holds images, and leaps are verified on text alone."

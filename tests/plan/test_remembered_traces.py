@@ -20,6 +20,7 @@ OTHERS = {
     "accelerator": ({}, {"accelerator": "cpu", "autocast": True}),
     "autocast": ({}, {"autocast": True}),
     "chunked": ({}, {"chunked_loss": True}),
+    "distilled": ({}, {"distills": True}),
     "recomputed": ({}, {"activation_checkpointing": True}),
     "width": ({"intermediate_size": 96}, {}),
     "untied": ({"tie_word_embeddings": False}, {}),

@@ -32,7 +32,7 @@ UNREAD = {
 LIBRARIES = ("torch", "transformers", "peft")
 OURS = "hf_hybrid.plan.stand_ins"
 """Layers in few bits, in a plan for a model that is not there."""
-SIZES = ("batch_size", "sequence_length", "accelerator", "autocast", "chunked_loss")
+SIZES = ("batch_size", "sequence_length", "accelerator", "autocast", "chunked_loss", "distills")
 """What a traced step reads of a setup, beside whether gradients are accumulated."""
 
 

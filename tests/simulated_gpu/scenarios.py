@@ -44,7 +44,7 @@ from hf_hybrid import HybridConfig, HybridTrainer, MemoryProfilerCallback, machi
 from hf_hybrid.build import estimator_for
 from hf_hybrid.optimizers import inner_optimizer
 from hf_hybrid.phase_memory.activations import ActivationCheckpointing, BoundaryOffload
-from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN
+from hf_hybrid.plan.setups import CONTEXT_BYTES, MARGIN, Evaluated
 from hf_hybrid.recovery import MemoryPolicy
 from hf_hybrid.run import trainer_view
 from hf_hybrid.saving.drift import hashes_of
@@ -1441,6 +1441,87 @@ for _teachers in (1, 4):
     SCENARIOS[f"teachers_{_teachers}"] = Scenario(partial(distilled, teachers=_teachers, **STREAM), tolerance=1e-5)
 
 
+CHAT = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] }}{% endfor %}"
+
+
+@contextlib.contextmanager
+def _few_logits() -> Iterator[None]:
+    """Eight tokens are a chunk."""
+    from hf_hybrid.plan import trace
+    from hf_hybrid.trl import distillation
+
+    with patched(vars(trace), "DISTANCE_LOGITS", 8 * 320), patched(vars(distillation), "DISTANCE_LOGITS", 8 * 320):
+        yield
+
+
+def of_trl(place: Place, name: str, budget: bool = False, **options) -> dict[str, Tensor]:
+    """
+    Another trainer of TRL's, streamed. With a `budget` of a resident student and two layers of its teacher the plan
+    streams the teacher alone.
+    """
+    import datasets
+    from transformers import LlamaForSequenceClassification
+    from trl.trainer import utils
+
+    import hf_hybrid
+
+    long = {"chosen": " It is so." * 4, "rejected": " It is not" * 4}
+    pair = [{"prompt": f"Say {n}.", **long} for n in range(32)]
+    data = {
+        "KTO": [{"prompt": p["prompt"], "completion": p["chosen"], "label": n % 2 == 0} for n, p in enumerate(pair)],
+        "GKD": [{"messages": [{"role": r, "content": p[c]} for r, c in (("user", "prompt"), ("assistant", "chosen"))]}
+                for p in pair],
+    }.get(name, pair)  # fmt: skip
+    processing = tokenizer()
+    of_chat = 4 * (name == "GKD") or 1
+    length = max(len(processing(pair[-1]["prompt"] + text)["input_ids"]) for text in long.values()) + of_chat
+    options = {"bf16": False, "max_length": length, "learning_rate": 1e-3, **STREAM, **options}
+    options |= {"lmbda": 0.0} if name == "GKD" else {}
+    if not place.on_device:
+        options = {key: value for key, value in options.items() if key not in STREAMED}
+    made, other = (model(layers=layers, width=128, vocab_size=320) for layers in (4, 8))
+    if name == "Reward":
+        made.config.num_labels, made.config.pad_token_id = 1, 0
+        made = LlamaForSequenceClassification(made.config)
+    beside = {"GKD": {"teacher_model": other}, "KTO": {"ref_model": other}}.get(name, {})
+    processing.chat_template = CHAT if name == "GKD" else None
+
+    def trainer_with(**more) -> Any:
+        config = place.config(getattr(hf_hybrid, f"Hybrid{name}Config"), **options, **more)
+        return getattr(hf_hybrid, f"Hybrid{name}Trainer")(
+            model=made, args=config, train_dataset=datasets.Dataset.from_list(data), processing_class=processing,
+            **beside,
+        )  # fmt: skip
+
+    if budget and place.on_device:
+        options |= {"memory": "auto", "resident_layers": None}
+        estimator, setup = estimator_for(trainer_with(vram_budget_gib=15.0), None)
+        alone = replace(setup, memory="off", evaluated=Evaluated(), vram=None)
+        needed = estimator.resident(alone).peak_device_bytes + setup.evaluated.slots + 2048  # its last norm
+        made, other = made.cpu(), other.cpu()
+        options["vram_budget_gib"] = (CONTEXT_BYTES + math.ceil((1 + MARGIN) * needed)) / 2**30
+    with _few_logits():
+        trainer = trainer_with()
+    if budget and place.on_device:
+        assert not trainer.memory.streams and trainer.memory.evaluated is not None
+        limit = needed - setup.workspaces(False)  # which the simulated device does not have
+        torch.cuda.set_per_process_memory_fraction((1 + MARGIN) * limit / place.simulator.TOTAL)
+        place.facts["limit"] = limit
+    with patched(vars(utils), "_CHUNKED_LOGPROB_CHUNK_SIZE", 320), _few_logits():
+        found = peak_of(place, trainer, partial(trained, place, trainer))
+    place.facts |= told_by(trainer)
+    place.facts["actions"] = [event["action"] for event in trainer.hybrid_summary()["out_of_memory"]]
+    return found
+
+
+for _name in ("KTO", "Reward", "ORPO", "GKD"):
+    SCENARIOS[f"{_name.lower()}_streamed"] = Scenario(partial(of_trl, name=_name), tolerance=1e-5)
+SCENARIOS["gkd_chunks"] = Scenario(partial(of_trl, name="GKD", chunked_loss="on"), tolerance=1e-5)
+SCENARIOS["gkd_within"] = Scenario(
+    partial(of_trl, name="GKD", budget=True), tolerance=1e-5, keeps_model=True, simulated_only=True
+)
+
+
 def three_turns(prompts, trainer):
     """A `rollout_func`: each completion is told something twice, and completed again."""
     first = trainer._tokenize_prompts(prompts)[0]
@@ -1684,23 +1765,23 @@ SLOW = (
     "by_layer_more", "by_micro_batch_more", "checkpointed", "chunked_loss", "dpo", "dpo_streamed_by_micro_batch",
     "dpo_streamed_lora", "dpo_streamed_precomputed", "dropout", "eight_bit", "eight_bit_bf16",
     "eight_bit_by_micro_batch", "eight_bit_more", "ends_streamed", "ends_streamed_tied", "failed_evaluation",
-    "fast_streamed", "fetched_far_ahead", "gradients_looked_at", "graphs_by_micro_batch", "graphs_eight_bit_bf16",
-    "graphs_in_backward", "graphs_lora_int8", "grpo_long", "grpo_more", "grpo_rewards_first", "grpo_tree",
-    "in_backward_alone", "in_backward_by_micro_batch", "in_backward_eight_bit", "in_backward_far_ahead",
-    "int8_probes_registered", "interrupted_after_predict", "leaps_and_saves", "leaps_bf16", "leaps_by_micro_batch",
-    "leaps_deeper", "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory", "leaps_host_buffers",
-    "leaps_planned", "leaps_probed", "leaps_probed_deeper", "leaps_undone", "looked_at_before_a_step", "lora_bf16",
-    "lora_experts_int8", "lora_int8", "lora_kept", "lora_kept_int8", "moved_by_hand", "muon", "no_accumulation",
-    "no_clipping", "not_fetched_ahead", "nothing_to_save_monitored", "nothing_to_save_searched", "out_of_memory_leaps",
-    "out_of_memory_resident", "out_of_memory_seldom", "out_of_memory_streamed", "out_of_memory_streamed_eight_bit",
-    "parked_uneven", "pictures_lora", "pictures_shared", "profiled_resident", "registered_lora_int8", "rescued_rate",
+    "fast_streamed", "fetched_far_ahead", "gkd_streamed", "gradients_looked_at", "graphs_by_micro_batch",
+    "graphs_eight_bit_bf16", "graphs_in_backward", "graphs_lora_int8", "grpo_long", "grpo_more", "grpo_rewards_first",
+    "grpo_tree", "in_backward_alone", "in_backward_by_micro_batch", "in_backward_eight_bit", "in_backward_far_ahead",
+    "int8_probes_registered", "interrupted_after_predict", "kto_streamed", "leaps_and_saves", "leaps_bf16",
+    "leaps_by_micro_batch", "leaps_deeper", "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory",
+    "leaps_host_buffers", "leaps_planned", "leaps_probed", "leaps_probed_deeper", "leaps_undone",
+    "looked_at_before_a_step", "lora_bf16", "lora_experts_int8", "lora_int8", "lora_kept", "lora_kept_int8",
+    "moved_by_hand", "muon", "no_accumulation", "no_clipping", "not_fetched_ahead", "nothing_to_save_monitored",
+    "nothing_to_save_searched", "orpo_streamed", "out_of_memory_leaps", "out_of_memory_resident",
+    "out_of_memory_seldom", "out_of_memory_streamed", "out_of_memory_streamed_eight_bit", "parked_uneven",
+    "pictures_lora", "pictures_shared", "profiled_resident", "registered_lora_int8", "rescued_rate",
     "rescued_rate_without_leaps", "resident_leaps", "resident_leaps_gradient_memory", "resident_leaps_host_buffers",
-    "resident_leaps_of_large_matrices", "resident_leaps_planned", "resident_leaps_undone", "resumed",
+    "resident_leaps_of_large_matrices", "resident_leaps_planned", "resident_leaps_undone", "resumed", "reward_streamed",
     "rollouts_under_dropout", "rows_in_one_call", "rows_streamed", "saves_eight_bit", "saves_lora_int8", "sft_streamed",
     "sgd", "some_resident_bf16", "some_resident_by_micro_batch", "some_resident_eight_bit",
     "some_resident_fetched_far_ahead", "some_resident_leaps", "some_resident_parked", "some_resident_saves",
-    "states_on_host", "states_on_host_and_saves", "trained_twice", "two_trainers",
-    "uneven_by_micro_batch",
+    "states_on_host", "states_on_host_and_saves", "trained_twice", "two_trainers", "uneven_by_micro_batch",
 )  # fmt: skip
 """Run with `-m slow` alone: combinations of what other scenarios have."""
 

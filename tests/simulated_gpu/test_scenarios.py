@@ -301,7 +301,10 @@ def test_what_a_plan_counts_of_pictures_is_there(name, results):
     assert held == pytest.approx(planned, rel=0.05)
 
 
-@pytest.mark.parametrize("name", marked(["dpo_streamed_lora", "teachers_1", "teachers_4"]))
+OF_TRL = ["gkd_streamed", "kto_streamed", "orpo_streamed", "reward_streamed"]
+
+
+@pytest.mark.parametrize("name", marked(["dpo_streamed", "dpo_streamed_lora", "teachers_1", "teachers_4", *OF_TRL]))
 def test_what_a_plan_counts_of_evaluated_models_is_there(name, results):
     held, planned = results.of(name)["facts"]["peak"]
     assert held == pytest.approx(planned, rel=0.05)
@@ -309,10 +312,14 @@ def test_what_a_plan_counts_of_evaluated_models_is_there(name, results):
 
 @needs("teachers_1", "teachers_4")
 def test_four_teachers_have_the_peak_of_one(results):
-    """Layers of all of them come in through the same slots; their embeddings stay."""
+    """Layers, embeddings and heads of all of them come in through the same slots."""
     one, four = (results.of(name)["facts"]["peak"][0] for name in ("teachers_1", "teachers_4"))
-    embeddings = 4 * 64 * 32
-    assert four - one <= 3 * embeddings + 4096, (one, four)
+    assert four - one <= 1024, (one, four)
+
+
+@needs("gkd_within")
+def test_a_student_and_two_layers_of_its_teacher_are_enough(results):
+    assert results.of("gkd_within")["facts"]["actions"] == []
 
 
 @needs("profiled")

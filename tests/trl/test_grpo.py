@@ -906,14 +906,19 @@ def test_muon_works(tmp_path):
     assert trainer.hybrid_summary()["rows_skipped"] > 0
 
 
-def test_out_of_memory_is_not_tried_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where, why", [
+    ("update", "Tried in this run: split micro-batches"),
+    ("completions", "not generated twice. Lower `per_device_train_batch_size`"),
+])  # fmt: skip
+def test_out_of_memory_that_nothing_helps_against(where, why, tmp_path, monkeypatch):
     trainer = build(HybridGRPOTrainer, tmp_path, 0.0)
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(trainer.accelerator, "backward", full)
-    with pytest.raises(UnrecoveredMemoryError, match="not generated twice. Lower `per_device_train_batch_size`"):
+    place = (trainer.accelerator, "backward") if where == "update" else (trainer.model, "generate")
+    monkeypatch.setattr(*place, full)
+    with pytest.raises(UnrecoveredMemoryError, match=why):
         trainer.train()
 
 

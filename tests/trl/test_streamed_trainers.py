@@ -4,6 +4,7 @@ share prefixes.
 """
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,8 @@ from trl.trainer import dpo_trainer  # noqa: E402
 from hf_hybrid import (  # noqa: E402
     HybridDPOConfig,
     HybridDPOTrainer,
+    HybridGKDConfig,
+    HybridGKDTrainer,
     HybridGRPOConfig,
     HybridGRPOTrainer,
     HybridKTOTrainer,
@@ -59,6 +62,7 @@ from hf_hybrid import (  # noqa: E402
 from hf_hybrid.build import estimator_for  # noqa: E402
 from hf_hybrid.streaming.low_bit import dequantize_rows, quantize_rows  # noqa: E402
 from hf_hybrid.trainer import HybridTrainerMixin  # noqa: E402
+from hf_hybrid.trl import distillation  # noqa: E402
 
 LAYERS = 4
 OURS = {
@@ -67,8 +71,11 @@ OURS = {
     RewardTrainer: HybridRewardTrainer,
     GRPOTrainer: HybridGRPOTrainer,
     RLOOTrainer: HybridRLOOTrainer,
+    GKDTrainer: HybridGKDTrainer,
 }
-CONFIGS = {GRPOConfig: HybridGRPOConfig, RLOOConfig: HybridRLOOConfig, DPOConfig: HybridDPOConfig}
+CONFIGS = {
+    GRPOConfig: HybridGRPOConfig, RLOOConfig: HybridRLOOConfig, DPOConfig: HybridDPOConfig, GKDConfig: HybridGKDConfig,
+}  # fmt: skip
 
 
 def words(seed, count):
@@ -133,7 +140,7 @@ REFERENCES = {"grpo": True, "rloo": True}
 """Those that load their reference by its name."""
 
 
-def made(name, folder, streamed, *, peft_config=None, config=None, others=None, policy=None, **options):
+def made(name, folder, streamed, *, peft_config=None, config=None, others=None, policy=None, our_class=None, **options):
     trainer_class, config_class, rows, kind, beside, own = TRAINERS[name]
     values = {
         "max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.1,
@@ -142,7 +149,9 @@ def made(name, folder, streamed, *, peft_config=None, config=None, others=None, 
     }  # fmt: skip
     if streamed:
         config_class = CONFIGS.get(config_class) or hybrid_config(config_class)
-        trainer_class = OURS.get(trainer_class) or type(f"Hybrid{name}", (HybridTrainerMixin, trainer_class), {})
+        trainer_class = our_class or OURS.get(trainer_class, trainer_class)
+        if not issubclass(trainer_class, HybridTrainerMixin):
+            trainer_class = type(f"Hybrid{name}", (HybridTrainerMixin, trainer_class), {})
         phases = {"share_rows": "off"} if name in ("grpo", "rloo") else {"enable_predict": False}
         values = {"memory": "stream", "resident_layers": 0, **phases, **values}
     policy = policy or model(kind, **(config or {}))
@@ -161,6 +170,7 @@ def made(name, folder, streamed, *, peft_config=None, config=None, others=None, 
         model=policy,
         args=config_class(str(folder), **values),
         train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:4]),
         processing_class=TOKENIZER,
         peft_config=peft_config,
         **keywords,
@@ -194,6 +204,50 @@ def test_weights_are_those_of_trl(name, tmp_path, caplog):
     found = check_same(theirs, ours)
     assert found["streamed_units"] == LAYERS and found["loads"] > 3 * LAYERS
     assert ours.memory.window.by_layer and "micro-batch by micro-batch" not in caplog.text
+
+
+IN_CHUNKS = {
+    "streamed": ({"beta": 0.5, "lmbda": 0.5}, {}),
+    "streamed, adapters": ({"beta": 1.0, "lmbda": 0.0, "peft_config": lora}, {}),
+    "resident, a cap and a factor": (
+        {
+            "beta": 0.0, "lmbda": 0.0, "seq_kd": True, "policy": lambda: build_model("gemma2"),
+            "others": lambda: {"teacher_model": build_model("cohere", 1)},
+        },
+        RESIDENT,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", mostly_slow(IN_CHUNKS, ["streamed"]))
+def test_logits_to_distil_from_are_made_a_few_tokens_at_a_time(case, tmp_path, monkeypatch, caplog):
+    options, place = IN_CHUNKS[case]
+    runs, seen, logits = [], [], distillation.ChunkedDistance._logits
+    monkeypatch.setattr(distillation, "DISTANCE_LOGITS", 3 * 256)
+    monkeypatch.setattr(distillation.ChunkedDistance, "_logits", lambda *args: seen.append(logits(*args)) or seen[-1])
+    for streamed in (False, True):
+        own = {name: value() if callable(value) else value for name, value in options.items()}
+        own |= {"chunked_loss": "on", **place} if streamed else {}
+        own |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2, "optim": "sgd"}
+        random.seed(3)
+        runs.append(trained("gkd", tmp_path / str(streamed), streamed, **own))
+    theirs, ours = (weights(trainer.model) for trainer in runs)
+    assert 400 < max(map(torch.Tensor.numel, seen)) <= 3 * 256 and len(seen) > 30 and "chunked_loss" not in caplog.text
+    for key in ("loss", "eval_loss"):
+        logged = [[entry[key] for entry in run.state.log_history if key in entry] for run in runs]
+        assert logged[1] == pytest.approx(logged[0], rel=1e-5) and len(logged[0]) > 1
+    assert all(torch.allclose(theirs[name], ours[name], rtol=0, atol=1e-6) for name in theirs)
+
+
+def test_a_distance_of_a_users_own_sees_all_logits(tmp_path):
+    class Mine(HybridGKDTrainer):
+        @staticmethod
+        def generalized_jsd_loss(student_logits, teacher_logits, **given):
+            return GKDTrainer.generalized_jsd_loss(student_logits, 2 * teacher_logits, **given)
+
+    trainer = made("gkd", tmp_path, True, chunked_loss="on", our_class=Mine)
+    with pytest.raises(ValueError, match="`Mine.generalized_jsd_loss` is not TRL's"):
+        trainer.train()
 
 
 def loads_per_window(trainer, steps=3):
@@ -332,7 +386,8 @@ def test_preference_pairs(case, walk, tmp_path):
     # Two slots hold the layers at which a pass turns round, and those that the next begins with.
     adapters = "peft_config" in options
     assert policy <= passes * LAYERS * (2 + (adapters and not precomputed and not by_layer))
-    assert reference == (0 if adapters or precomputed else passes * LAYERS)
+    ends = 2  # embeddings and head share a slot
+    assert reference == (0 if adapters or precomputed else passes * (LAYERS + ends))
 
 
 def in_int8(base):
@@ -452,6 +507,46 @@ def test_memory_runs_out_in_the_pass_of_a_model_that_is_evaluated(name, tmp_path
     assert failed and [event["action"] for event in ours.hybrid_summary()["out_of_memory"]]
     pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
     assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
+
+
+OUT_OF_MEMORY = {
+    "update": ("grpo", True, 1, ["split micro-batches"], {}),
+    "update, twice": ("rloo", True, 2, ["split micro-batches", "walk by micro-batch"], {}),
+    "update, of tokens": ("grpo", True, 1, ["split micro-batches"], {"loss_type": "bnpo", "beta": 0.0}),
+    "update, on the device": ("grpo", False, 1, ["split micro-batches"], {"loss_type": "grpo"}),
+    "reference": ("grpo", True, 0, ["split log-probabilities"], {}),
+    "reference, on the device": ("rloo", False, 0, ["split log-probabilities"], {}),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(OUT_OF_MEMORY, ["update", "update, on the device", "reference"]))
+def test_completions_are_made_once_when_memory_runs_out(case, tmp_path, monkeypatch):
+    name, streamed, fails, actions, own = OUT_OF_MEMORY[case]
+    options = {"max_grad_norm": 0.0, "optim": "sgd", "max_steps": 3, "temperature": 1.0, **own}
+    theirs = trained(name, tmp_path / "theirs", False, **options)
+    ours = made(name, tmp_path / "ours", True, **options, **({} if streamed else RESIDENT))
+    planted, rewarded, silu, reward = [], [], torch.nn.functional.silu, ours.reward_funcs[0]
+
+    def fail(*_):
+        if ours.state.global_step == 1 and len(planted) < max(fails, 1):
+            planted.append(1)
+            raise torch.OutOfMemoryError("planted")
+
+    if fails:
+        update = lambda *given, **more: (fail() if torch.is_grad_enabled() else None) or silu(*given, **more)  # noqa: E731
+        monkeypatch.setattr(torch.nn.functional, "silu", update)
+    else:
+        ours.ref_model.model.layers[2].mlp.register_forward_pre_hook(fail)
+    ours.reward_funcs[0] = lambda *given, **more: rewarded.append(1) or reward(*given, **more)
+    torch.manual_seed(7)
+    ours.train()
+    assert [event["action"] for event in ours.hybrid_summary()["out_of_memory"]] == actions
+    assert len(planted) == max(fails, 1) and len(rewarded) == 3
+    pairs = zip(weights(theirs.model).values(), weights(ours.model).values(), strict=True)
+    assert all(torch.allclose(weight, other, rtol=0, atol=1e-6) for weight, other in pairs)
+    entries = [[entry for entry in run.state.log_history if "loss" in entry] for run in (theirs, ours)]
+    for key in ("loss", "reward", "completions/mean_length"):
+        assert [e[key] for e in entries[1]] == pytest.approx([e[key] for e in entries[0]], rel=1e-4, abs=1e-6)
 
 
 def easy_or_hard(prompts, completions, **_):
