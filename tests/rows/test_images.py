@@ -16,7 +16,13 @@ from rig import vision  # noqa: E402
 from rig.byte_llama import llama_config  # noqa: E402
 from rig.processes import together  # noqa: E402
 from rig.trainers import fitted  # noqa: E402
-from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import (  # noqa: E402
+    Gemma3ForSequenceClassification,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import (  # noqa: E402
     DPOConfig,
     DPOTrainer,
@@ -24,6 +30,8 @@ from trl import (  # noqa: E402
     GRPOTrainer,
     KTOConfig,
     KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
     RLOOConfig,
     RLOOTrainer,
     SFTConfig,
@@ -365,6 +373,38 @@ def test_a_reward_model_is_not_trained_past_its_images(tmp_path):
     model = LlamaForSequenceClassification(llama_config(num_labels=1))
     with pytest.raises(ValueError, match="images in `images`, and TRL's reward trainer reads text alone"):
         hf_hybrid.HybridRewardTrainer(model, args, train_dataset=vision.pairs(4), processing_class=vision.tokenizer())
+
+
+class Judged:
+    """Collates pairs with their images: TRL's collator reads text alone."""
+
+    def __init__(self, processor):
+        self.processor = processor
+
+    def __call__(self, rows):
+        images, texts = [row["images"] for row in rows] * 2, []
+        for row, name in [(row, name) for name in ("chosen", "rejected") for row in rows]:
+            words = [part["content"] for part in (*row["prompt"], *row[name])]
+            texts.append(" ".join([*["<boi>"] * len(row["images"]), *words]))
+        return dict(self.processor(images=images, text=texts, padding=True, return_tensors="pt"))
+
+
+def test_a_reward_model_that_sees_is_trained_as_by_trl_on_what_a_users_collator_reads(tmp_path):
+    """transformers has one such model. Its loss reads scores, and its decoder gets no tokens, so rows stay padded."""
+    found, ours = [], (hf_hybrid.HybridRewardTrainer, hf_hybrid.HybridRewardConfig)
+    for trainer, config in ((RewardTrainer, RewardConfig), ours):
+        processor = vision.processor_of("gemma3")
+        torch.manual_seed(0)
+        settings = vision.config_of("gemma3", processor)
+        settings.num_labels = settings.text_config.num_labels = 1
+        model = Gemma3ForSequenceClassification(settings)
+        values = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.01, "bf16": False, "remove_unused_columns": False}
+        rows = vision.pairs(24, several=False)
+        given = {"data_collator": Judged(processor), "train_dataset": rows, "processing_class": processor.tokenizer}
+        made = trainer(model, args=config(**config_values(tmp_path / trainer.__name__, **values)), **given)
+        found.append(fitted(made))
+    assert apart(*(weights(trainer.model) for trainer in found)) < 1e-6
+    assert "its decoder gets no tokens" in found[1].hybrid_summary()["plain_rows_because"]
 
 
 def two_processes(name, folder):
