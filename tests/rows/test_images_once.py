@@ -90,6 +90,21 @@ def test_micro_batches_encode_a_picture_once_between_them(name, kind, case, tmp_
         assert_once(run, least=2.0, of="read", times=2 if case == "adapters in both" else 1)
 
 
+PLANS = {
+    "two iterations and a reference": {"num_iterations": 2, "beta": 0.1, "change": adapters("both")},
+    "rows that stay where they are": {"top_entropy_quantile": 0.8},
+    "means of tokens": {"loss_type": "bnpo", "beta": 0.1, "change": adapters("both"), checkpointing_option(): True},
+    "windows of a generation": {"steps_per_generation": 8},
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(PLANS, [*PLANS][:2]))
+def test_windows_of_completions_encode_a_picture_once(case, tmp_path):
+    run = trained("qwen2_vl", "grpo", tmp_path, **PLANS[case])
+    assert_same(run)
+    assert_once(run, least=1.5)
+
+
 # What a summary tells.
 
 
