@@ -207,15 +207,15 @@ def split_batch(
 
 def _with_their_images(batch: Mapping[str, Any], most: int, blocks: int, model: nn.Module) -> list[dict] | None:
     """Return the parts of a batch with images; `None` of another one, and where each sequence has one image."""
-    from hf_hybrid.rows.images import NAMES, SEES, Images, encoder_of
+    from hf_hybrid.rows.images import NAMES, Images, encoder_of, sees_behind
     from hf_hybrid.rows.tree import Batch
 
-    encoder = encoder_of(base_model(model))
+    encoder = encoder_of(base := base_model(model))
     if encoder is None or batch.get("pixel_values") is None or "input_ids" not in batch:
         return None
     ids, images = batch["input_ids"], Images()
     mask = batch.get("attention_mask", torch.ones_like(ids))
-    coded = images.coded(encoder, batch, Batch(ids.cpu(), mask.cpu(), ids), causal=SEES in batch)
+    coded = images.coded(encoder, batch, Batch(ids.cpu(), mask.cpu(), ids.cpu()), sees_behind(base))
     if isinstance(coded, str):
         if len(batch["pixel_values"]) == len(ids) and (ids == encoder.config.image_token_id).any(1).all():
             return None

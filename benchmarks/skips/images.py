@@ -16,6 +16,7 @@ which compares rows, is left out.
     dpo small   4 pairs on a picture, in 4 micro-batches
     kto small   8 answers on a picture, in 4 micro-batches
     prefill     generation of one token for each of these 8
+    gemma3 ...  the same with a model of Gemma 3's kind, whose tokens of a picture see it whole
 
 Beside the seconds stand the largest difference between the weights at the end, and which part of the tokens was shared.
 """
@@ -31,6 +32,10 @@ from typing import Any, NamedTuple
 import torch
 from rig import vision
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
@@ -71,10 +76,38 @@ CASES = {
                 {**SAMPLED, "max_completion_length": 1}),
 }  # fmt: skip
 """TRL's classes, rows, how many a micro-batch has, and options."""
+GEMMA = "gemma3 "
+CASES |= {GEMMA + case: CASES[case] for case in ("sft", "dpo", "grpo")}
 
 
-def build(size: Size, seed: int = 0) -> tuple[Qwen2VLForConditionalGeneration, vision.Qwen2Processor]:
-    """Return a model, and a processor that gives a picture a token per 28 x 28 dots."""
+def build_gemma(size: Size, seed: int) -> tuple[Any, Any]:
+    """As [`build`], a model of Gemma 3's kind: tokens of a picture see it whole."""
+    (encoder, depth), (width, layers), heads = size.encoder, size.language, max(size.language[0] // 64, 1)
+    square, tokenizer = {"height": size.side, "width": size.side}, vision.tokenizer("<boi>")
+    pictures, tokens = Gemma3ImageProcessorPil(size=square), (size.side // 28) ** 2
+    text = {
+        "vocab_size": size.words, "hidden_size": width, "intermediate_size": 8 * width // 3, "head_dim": 64,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": max(heads // 3, 1),
+        "sliding_window": 1024, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    eyes = {
+        "hidden_size": encoder, "intermediate_size": 4 * encoder, "num_hidden_layers": depth, "image_size": size.side,
+        "num_attention_heads": max(encoder // 64, 1), "patch_size": 14, "vision_use_head": False,
+    }  # fmt: skip
+    own = {
+        f"{name}_index": tokenizer.convert_tokens_to_ids(vision.PICTURE[name]) for name in ("boi_token", "eoi_token")
+    }
+    own |= {"image_token_id": tokenizer.convert_tokens_to_ids("<image>"), "mm_tokens_per_image": tokens}
+    torch.manual_seed(seed)
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=eyes, **own))
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.02)  # else zeros
+    model.generation_config.update(pad_token_id=0, eos_token_id=1)
+    template = tokenizer.chat_template
+    return model, Gemma3Processor(pictures, tokenizer, chat_template=template, image_seq_length=tokens)
+
+
+def build(size: Size, seed: int = 0) -> tuple[Any, Any]:
+    """Return a model of Qwen2-VL's kind, and a processor that gives a picture a token per 28 x 28 dots."""
     tokenizer = vision.tokenizer("<picture><image></picture>")
     dots = {"shortest_edge": size.side**2, "longest_edge": size.side**2}
     processor = vision.Qwen2Processor(
@@ -126,11 +159,12 @@ def train(arm: str, case: str, size: Size, steps: int) -> tuple[float, dict[str,
             getattr(hf_hybrid, f"Hybrid{kind.__name__}") for kind in (trainer_class, config_class)
         )
         alone = {"enable_predict": False, "share_rows": "on"}
-    model, processor = build(size)
+    made = build_gemma if case.startswith(GEMMA) else build
+    model, processor = made(size, 0)
     given: dict[str, Any] = {"callbacks": [ends := Ends()], "processing_class": processor}
-    samples, compares = issubclass(config_class, GRPOConfig), case.startswith(("dpo", "kto"))
+    samples, compares = issubclass(config_class, GRPOConfig), any(kind in case for kind in ("dpo", "kto"))
     given |= {"reward_funcs": reward} if samples else {}
-    given |= {"ref_model": build(size, seed=1)[0]} if compares else {}
+    given |= {"ref_model": made(size, 1)[0]} if compares else {}
     data = rows().map(lambda row: {"images": [picture.resize((size.side,) * 2) for picture in row["images"]]})
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(

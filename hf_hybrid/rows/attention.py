@@ -6,7 +6,7 @@ A mask of the square of the flat row would do, but attention would then cost the
 hides. Here each segment is a small attention of its own. Its queries are its own tokens, its keys those of its path and
 its own, gathered. In a path the index of a key is its distance from the first token of the row, so "causal" means what
 it means in a single row whose last tokens are the queries: aligned at the lower right. A sliding window is a band of
-that mask.
+that mask. Where tokens of an image see it whole (images.py), the mask shows them so much more.
 
     queries    c c                keys of the path    s s s b | c c
                                                       1 1 1 1   1 .
@@ -18,7 +18,7 @@ that mask.
 |---|---|---|
 | `by_flash_of_model` | the model's own is flash attention | that, in one call: a segment is a sequence |
 | `in_one_call` | a GPU, 16 bits | torch's `varlen_attn`, in the same way |
-| `by_flex` | caps (Gemma 2) or sinks (gpt-oss), on a GPU | `flex_attention`: who is in whose subtree |
+| `by_flex` | caps (Gemma 2), sinks (gpt-oss), images seen whole; on a GPU | `flex_attention`: who is in whose subtree |
 | `by_segment` | elsewhere | `scaled_dot_product_attention`, or with caps and sinks plain products, per segment |
 
 `varlen_attn` ran on one H200 with torch 2.11, and `by_flex` has not run on a GPU; in the tests plain references stand
@@ -196,7 +196,8 @@ def attend(
     in_float32 = in_float32 and (compiling or layout.most_keys <= MOST_KEYS_IN_FLOAT32)
     query, key, value = (tensor.to(torch.float32 if in_float32 else dtype) for tensor in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    way = way_of(own, layout, query, key, value, plain, dropout)
+    ahead = layout.sees[kwargs.get("sliding_window") is not None]
+    way = way_of(own, layout, query, key, value, plain, dropout, ahead)
     with torch.autocast(kind, enabled=False):
         if way == "by_flash_of_model":
             options = {**kwargs, **layout.lengths(), "scaling": scaling, "dropout": dropout}
@@ -208,13 +209,18 @@ def attend(
     return output.to(dtype).contiguous(), None
 
 
-def way_of(own: str, layout: Layout, query: Tensor, key: Tensor, value: Tensor, plain: bool, dropout: float) -> str:
-    """Return which way attends, the name of a method of [`Layout`] but for the first. `plain`: no caps, no sinks."""
+def way_of(
+    own: str, layout: Layout, query: Tensor, key: Tensor, value: Tensor, plain: bool, dropout: float, ahead: bool
+) -> str:
+    """
+    Return which way attends, the name of a method of [`Layout`] but for the first. `plain`: no caps, no sinks.
+    `ahead`: tokens of images see what stands behind them.
+    """
     if "flash" in own and not (plain and torch.compiler.is_compiling()):
         return "by_flash_of_model"
-    if plain and not dropout and layout.flashes(query, key, value):
+    if plain and not dropout and not ahead and layout.flashes(query, key, value):
         return "in_one_call"
-    return "by_segment" if plain or query.device.type != "cuda" else "by_flex"
+    return "by_flex" if query.device.type == "cuda" and not dropout and not (plain and not ahead) else "by_segment"
 
 
 def _of_model(own: str, module: Any) -> Callable[..., Any]:
@@ -247,7 +253,8 @@ class Layout:
     """
     What the attentions of all layers need of the segments of a flat row, made once.
 
-    `tensors` are those of [`tensors_of`] on the device; without them they are made when they are needed.
+    `tensors` are those of [`tensors_of`] on the device; without them they are made when they are needed. `images` are
+    the [`RowImages`] of the flat row.
     """
 
     attended = False
@@ -258,8 +265,14 @@ class Layout:
     known: dict[int, Layout] = {}
     """By number, those that are computed with: whoever does that puts them in and takes them out."""
 
-    def __init__(self, segments: tuple[Segment, ...], device: torch.device, tensors: Sequence[Tensor] | None = None):
+    def __init__(
+        self, segments: tuple[Segment, ...], device: torch.device, tensors: Sequence[Tensor] | None = None,
+        images: Any = None,
+    ):  # fmt: skip
         self.segments, self.device = segments, device
+        self._behind = None if images is None else images.behind
+        self.sees = (False, False) if self._behind is None else images.of.sees
+        """Whether tokens of images see those behind them: in layers without a window, and in those with one."""
         self.sizes = [segment.end - segment.begin for segment in segments]
         self.most_queries = max(self.sizes)
         self.most_keys = max(segment.keys for segment in segments)
@@ -351,8 +364,10 @@ class Layout:
         """Return which blocks of slots see which; layers share it."""
         if ("flex", window) not in self._masks:
             length = _few_lengths(self.segments[-1].end)
-            parts = np.zeros((2, length), np.int64)  # nothing sees padding
-            parts[:, : self.segments[-1].end] = self._subtrees()
+            parts = np.zeros((3, length), np.int64)  # nothing sees padding
+            parts[:2, : self.segments[-1].end] = self._subtrees()
+            if self._behind is not None and self.sees[window is not None]:
+                parts[2, : self.segments[-1].end] = self._behind
             parts = torch.from_numpy(parts).to(self.device, non_blocking=True)
             self._masks["flex", window] = _flex_attention(self.device.type)[1](
                 _visible(*parts, window), None, None, length, length, device=self.device
@@ -395,21 +410,31 @@ class Layout:
         known = dtype, window, masked
         if known not in self._masks:
             self._masks[known], numbers = [], {segment.begin: n for n, segment in enumerate(self.segments)}
+            of_slots = self._behind if self.sees[window is not None] else None
             for segment, length in zip(self.segments, self.sizes):
                 path = [numbers[begin] for begin, _ in segment.path] + [numbers[segment.begin]]
+                behind = None if of_slots is None else of_slots[segment.begin : segment.end]
                 plain = not (masked or segment.path) and (window is None or length <= window)
-                mask = None if plain else self._mask(length, segment.keys, dtype, window)
+                plain = plain and (behind is None or not behind.any())
+                mask = None if plain else self._mask(length, segment.keys, dtype, window, behind)
                 self._masks[known].append(Piece(itemgetter(*path) if segment.path else None, mask))
         return self._masks[known]
 
-    def _mask(self, queries: int, keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
-        """Return what is added to the scores, `[queries, keys]`; equal segments share it."""
+    def _mask(
+        self, queries: int, keys: int, dtype: torch.dtype, window: int | None, behind: np.ndarray | None
+    ) -> Tensor:
+        """
+        Return what is added to the scores, `[queries, keys]`; equal segments share it. Queries see so far `behind`
+        themselves.
+        """
         window = None if window is None or window >= keys else window
-        known = (queries, keys, dtype, window)
+        known = (queries, keys, dtype, window, None if behind is None else behind.tobytes())
         if known not in self._masks:
             back = torch.arange(keys - queries, keys, device=self.device)[:, None]
             back = back - torch.arange(keys, device=self.device)
-            hidden = back < 0 if window is None else (back < 0) | (back >= window)
+            ahead = 0 if behind is None else torch.from_numpy(behind).to(self.device)[:, None]
+            hidden = back + ahead < 0
+            hidden = hidden if window is None else hidden | (back >= window)
             self._masks[known] = torch.zeros(queries, keys, dtype=dtype, device=self.device).masked_fill_(
                 hidden, float("-inf")
             )
@@ -475,11 +500,14 @@ def _capped(softcap: float) -> Any:
     return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)
 
 
-def _visible(ends: Tensor, depths: Tensor, window: int | None) -> Any:
-    """Return flex attention's question: may a slot see another? Both tensors are of [`Layout._subtrees`]."""
+def _visible(ends: Tensor, depths: Tensor, behind: Tensor, window: int | None) -> Any:
+    """
+    Return flex attention's question: may a slot see another? The first tensors are of [`Layout._subtrees`], and so far
+    `behind` itself a slot sees.
+    """
 
     def below(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < ends[key])
+        return (key <= query + behind[query]) & (query < ends[key])
 
     if window is None:
         return below
@@ -540,7 +568,7 @@ class FlatRow(NamedTuple):
         moved: dict[int, Any] = dict(zip(known, on_device(list(known.values()), device), strict=True))
         there = []
         for segments, rows, of_layout, of_images in made:
-            layout = Layout(segments, device, [*map(moved.__getitem__, map(id, of_layout))] or None)
+            layout = Layout(segments, device, [*map(moved.__getitem__, map(id, of_layout))] or None, of_images)
             there.append({})
             for number, row in rows.items():
                 parts: Any = map(moved.get, map(id, row), row)

@@ -695,7 +695,7 @@ class Exchange(Part):
         """Return a batch of a model that sees with codes of its images, or why it cannot be read."""
         self.images = self.images or Images(self.counts)
         self.images.keeps = self._who_acts(facts) is None
-        return self.images.coded(facts.encoder, inputs, batch)
+        return self.images.coded(facts.encoder, inputs, batch, facts.sees)
 
     def _count_images(self, batches: Sequence[Batch], is_exchanged: bool) -> None:
         """Count the images of batches. What is encoded of those that are exchanged is taken off later."""

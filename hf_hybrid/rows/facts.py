@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_hybrid.optimizers import LIBRARIES, package_of
 from hf_hybrid.rows.costs import Costs
-from hf_hybrid.rows.images import NAMES, encoder_of, numbers_in
+from hf_hybrid.rows.images import NAMES, encoder_of, numbers_in, sees_behind
 from hf_hybrid.rows.randomness import Drawn
 from hf_hybrid.rows.recurrent import again, layers_with_state
 from hf_hybrid.rows.router_loss import OPTION, Router
@@ -206,6 +206,8 @@ class ModelFacts:
     """Tokens of the longest row that was compared."""
     encoder: Any = None
     """The module whose `get_image_features` encodes images, see [`encoder_of`]."""
+    sees: tuple[bool, bool] | None = (False, False)
+    """Whether tokens of an image see it whole, see [`sees_behind`]."""
     of_images: tuple[str, ...] = ()
     """Arguments of the model that tell of images."""
     compared_images: bool = False
@@ -246,7 +248,8 @@ class ModelFacts:
             own = [module.config for module in backbone.modules() if type(getattr(module, "config", None)) is text]
             facts.configs = [base.config, *{id(config): config for config in own}.values()]
             facts.adds_up, facts.encoder = facts.own_forward is None, encoder_of(base)
-            facts.of_images = () if facts.encoder is None else NAMES
+            if facts.encoder is not None:
+                facts.of_images, facts.sees = NAMES, sees_behind(base)
             return facts
         except (AttributeError, TypeError) as error:  # of a model with a config of its own
             return cls(f"its config does not tell what it costs ({error})")

@@ -22,8 +22,11 @@ micro-batches of a window, the last of which takes the gradients of all through 
 
 **Which tokens are of which image** is not written in a batch. [`_in_order`] finds it: images stand in the order of
 their tokens, each as one run of tokens, or all of one size, or one in each row. Where none of these holds the batch
-stays padded, and so do videos, models whose batches hold more than [`NAMES`], and images whose tokens see what stands
-behind them: a batch tells it ([`SEES`], Gemma 3, PaliGemma), or the comparison of the first rows with images finds it.
+stays padded, and so do videos, and models whose batches hold more than [`NAMES`].
+
+**Tokens that see what stands behind them.** Those of an image may see it whole, in all layers (Gemma 3) or in some
+(Gemma 4). [`sees_behind`] asks the masks that the model makes, and attention.py attends so. Rows part before or behind
+an image, never inside. Prompts that see each other whole (PaliGemma) stay padded.
 """
 
 from __future__ import annotations
@@ -39,17 +42,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_hybrid.rows.tree import WORD, Batch, Row, Tree
+from hf_hybrid.rows.attention import attention
+from hf_hybrid.rows.tree import IGNORED, WORD, Batch, Row, Tree
 
 FIRST = 1 << 31
 """Code of the tokens of the first image."""
 GRID, SIZES, MASK, PLACES = "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids"
 TYPES, SEES = "mm_token_type_ids", "token_type_ids"
-"""Arguments that tell tokens of images from others, 1 and 0; the second one where they see each other."""
+"""Arguments that tell tokens of images from others, 1 and 0; the second one where they may see each other."""
 NAMES = ("pixel_values", GRID, SIZES, MASK, PLACES, TYPES, SEES)
 """Arguments of a model that [`Images`] can read."""
 SHARED = "images_shared"
 """Name of the count of images that stand in rows and were not encoded."""
+
+KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
+"""Those that models make masks for: without a window, and with one."""
 
 
 class Image(NamedTuple):
@@ -98,6 +105,7 @@ class RowImages(NamedTuple):
     numbers: list[int]  # those that are encoded, in this order
     index: Tensor  # for each image token of the row its place in the features of these: [image tokens]
     types: dict[str, Tensor]  # of the slots, each [1, slots]
+    behind: np.ndarray | None  # how many slots behind its own each sees, where `of.sees` tells: [slots]
     again: Mapping[int, int] | None = None  # see [`Images.in_turn`]; of a row that is computed for itself `None`
     is_counted: bool = True  # whether what it encodes is
 
@@ -117,6 +125,27 @@ def has_images(row: Row) -> bool:
     return max(row.ids[:: WORD.itemsize], default=0) >= FIRST >> 24
 
 
+def sees_behind(model: Any) -> tuple[bool, bool] | None:
+    """
+    Return whether tokens of an image see it whole: in layers without a window, and in those with one. `None` if a model
+    makes masks of another kind.
+    """
+    make, text = getattr(model, "create_masks_for_generate", None), model.config.get_text_config()
+    if make is None or "flash" in (text._attn_implementation or ""):  # flash attention has no such masks
+        return False, False
+    blocks = torch.tensor([[0, 1, 1, 0, 2, 2, 0]])
+    causal, types = torch.ones(7, 7, dtype=torch.bool).tril(), blocks.clamp(max=1)
+    whole = causal | (blocks == blocks.T) & (blocks > 0)
+    with attention(text, "eager"):
+        masks = make(model.config, torch.zeros(1, 7, 1), None, None, None, **{TYPES: types, SEES: types})
+    if not isinstance(masks, dict):
+        masks = dict.fromkeys(KINDS_OF_LAYERS, masks)
+    seen = [masks[kind][0, 0] == 0 if kind in masks else causal for kind in KINDS_OF_LAYERS]
+    if not all(torch.equal(mask, causal) or torch.equal(mask, whole) for mask in seen):
+        return None
+    return torch.equal(seen[0], whole), torch.equal(seen[1], whole)
+
+
 def numbers_of(codes: np.ndarray) -> list[int]:
     """Return the numbers of the images that codes are of."""
     return np.unique(codes[codes >= FIRST].astype(np.int64) - FIRST).tolist()
@@ -125,11 +154,6 @@ def numbers_of(codes: np.ndarray) -> list[int]:
 def numbers_in(*trees: Tree) -> list[int]:
     """Return those of trees."""
     return numbers_of(np.concatenate([np.frombuffer(row.ids, WORD) for tree in trees for row in tree.rows]))
-
-
-def looks_behind(base: Any) -> bool:
-    """Whether tokens of an image see those behind them in some layers (Gemma 4)."""
-    return bool(getattr(base.config.get_text_config(), "use_bidirectional_attention", None))
 
 
 def patches_of(encoder: Any) -> int:
@@ -189,6 +213,8 @@ class Images:
         self._numbers: dict[bytes, int] = {}
         self.images: list[Image] = []
         self.token = 0
+        self.sees = (False, False)
+        """That of [`sees_behind`]."""
         self._has: set[str] = set()
         """Which of the arguments batches have that tell tokens apart."""
         self._by_row = False
@@ -206,11 +232,18 @@ class Images:
 
     # Of a batch.
 
-    def coded(self, encoder: Any, inputs: Mapping[str, Any], batch: Batch, causal: bool = True) -> Batch | str:
+    def coded(
+        self,
+        encoder: Any,
+        inputs: Mapping[str, Any],
+        batch: Batch,
+        sees: tuple[bool, bool] | None,
+        padded: bool = False,
+    ) -> Batch | str:
         """
         Return a batch on the host with codes in place of image tokens, and its positions, or why it cannot be read.
-        `inputs` are what the model gets of it, and `encoder` is its [`encoder_of`]. `causal`: not if tokens see what
-        stands behind them.
+        `inputs` are what the model gets of it, `encoder` is its [`encoder_of`], and `sees` its [`sees_behind`].
+        `padded`: its rows stay as they are.
         """
         if not any(inputs.get(name) is not None for name in NAMES):
             return batch
@@ -219,16 +252,19 @@ class Images:
         self.token = encoder.config.image_token_id
         is_image = (batch.ids == self.token) & (batch.mask != 0)
         self._has |= given.keys() & {TYPES, SEES}
-        if causal and SEES in given and (given[SEES] * batch.mask).any():
-            return f"`{SEES}` of a batch let tokens see what stands behind them"
-        if causal and looks_behind(encoder) and is_image.any():
-            return "tokens of an image see what stands behind them (`use_bidirectional_attention`)"
-        if TYPES in given and not torch.equal(given[TYPES] * batch.mask, is_image.long()):
-            return f"`{TYPES}` of a batch tell of more than images"
+        self.sees = (False, False) if sees is None else sees
+        if sees is None and not padded:
+            return "tokens that are of no image may see what stands behind them"
+        last = torch.where(batch.labels != IGNORED, torch.arange(batch.ids.shape[1]), 0).amax(1, keepdim=True)
+        if any(self.sees) and not padded and is_image.gather(1, last).any():
+            return "a row ends within an image whose tokens see it whole"
+        for name in (TYPES, SEES) if not padded else (TYPES,):
+            if name in given and not torch.equal(given[name] * batch.mask, is_image.long()):
+                return f"`{name}` of a batch tell of more than images"
         codes = batch.ids
         if "pixel_values" in given:
             counts = _in_order(is_image.numpy(), given, encoder)
-            if counts is None:
+            if counts is None or (any(self.sees) and counts != np.concatenate(_runs(is_image.numpy())).tolist()):
                 return "a batch does not tell which tokens are of which image"
             each = (self._each(tensors, is_image) for tensors in (given, there))
             numbers = [self._number(*image) for image in zip(*each, counts)]
@@ -364,7 +400,7 @@ class Images:
     def types(self, codes: Tensor) -> dict[str, Tensor]:
         """Return the arguments that tell tokens apart."""
         is_image = (codes >= FIRST).long()
-        return {name: is_image if name == TYPES else torch.zeros_like(is_image) for name in self._has}
+        return dict.fromkeys(self._has, is_image)
 
     def count(self, batch: Batch) -> tuple[int, int]:
         """Return how many images stand in the rows of a batch, and how many tokens they have."""
@@ -428,9 +464,12 @@ class Images:
         order = np.argsort(first)
         begins = np.zeros(len(distinct), np.int64)
         begins[order] = np.cumsum([0, *(self.images[number].tokens for number in distinct[order])])[:-1]
-        index = torch.from_numpy(begins[inverse] + places)
+        index, behind = torch.from_numpy(begins[inverse] + places), None
+        if any(self.sees):
+            behind = np.zeros(len(codes), np.int64)
+            behind[codes >= FIRST] = [self.images[number].tokens for number in numbers] - places - 1
         types = {name: of_slots[None].to(device) for name, of_slots in self.types(torch.from_numpy(codes)).items()}
-        return RowImages(self, distinct[order].tolist(), index.to(device), types)
+        return RowImages(self, distinct[order].tolist(), index.to(device), types, behind)
 
 
 def _parts_of(output: Any) -> list[Any]:

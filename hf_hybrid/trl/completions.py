@@ -57,7 +57,7 @@ from hf_hybrid.rows.attention import ARGUMENT, Layout, attention, no_mask, tree_
 from hf_hybrid.rows.comparison import FEW, TOLERANCES, apart
 from hf_hybrid.rows.exchange import with_states
 from hf_hybrid.rows.facts import ModelFacts
-from hf_hybrid.rows.images import SEES, TYPES, RowImages, encoder_of, looks_behind, standing_in
+from hf_hybrid.rows.images import SEES, TYPES, RowImages, encoder_of, standing_in
 from hf_hybrid.rows.router_loss import OPTION
 from hf_hybrid.rows.tree import WORD, Batch, Row, Tree, on_device
 from hf_hybrid.run.run import as_before
@@ -248,7 +248,8 @@ def flat(generation: Generation, tree: Tree, facts: ModelFacts) -> Prefilled:
             positions[:, 0, places] = axes[:, prompts.first[row.number], -row.length :]
     tensors = [ids[None], positions if axes is not None else positions[None]]
     ids, positions, places, owner = on_device([*tensors, torch.from_numpy(slots), torch.tensor(prompts.owner)], device)
-    layout, last = Layout(tree.segments, device), places[:, -1]
+    images = None if batch is None else batch.images.of_row(device, tree)
+    layout, last = Layout(tree.segments, device, images=images), places[:, -1]
 
     def before(backbone: Any, args: tuple, inputs: dict[str, Any]) -> tuple:
         return args, {**inputs, ARGUMENT: layout}
@@ -260,8 +261,8 @@ def flat(generation: Generation, tree: Tree, facts: ModelFacts) -> Prefilled:
     if facts.router is not None:
         inputs[OPTION] = False  # its loss has no use here
     with contextlib.ExitStack() as stack:
-        if batch is not None:
-            inputs |= (images := batch.images.of_row(device, tree)).inputs()
+        if images is not None:
+            inputs |= images.inputs()
             stack.enter_context(generation.encoding(images))
         for config in facts.configs:
             stack.enter_context(attention(config, tree_attention(config._attn_implementation or "eager")))
@@ -282,8 +283,8 @@ def reason_not_tree(generation: Generation, facts: ModelFacts) -> str | None:
     model, prompts = generation.model, generation.prompts
     if generation.inputs.get("position_ids") is None:
         return "the model is not told positions, and may count padding"
-    if SEES in generation.inputs or (generation.batch is not None and looks_behind(model)):
-        return "tokens of images may see what stands behind them"
+    if facts.sees is None and (SEES in generation.inputs or generation.batch is not None):
+        return "tokens that are of no image may see what stands behind them"
     if facts.reason is not None or facts.with_state:
         return facts.reason or "a state runs along the row, and completions go on from that of each prompt"
     if sum(prompts.lengths) > facts.most_slots:

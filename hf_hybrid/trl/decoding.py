@@ -69,7 +69,7 @@ from hf_hybrid.optimizers import has_adapters
 from hf_hybrid.part import Part
 from hf_hybrid.recovery import drop_tensors_of, is_out_of_memory
 from hf_hybrid.rows.facts import ModelFacts, window_of
-from hf_hybrid.rows.images import MASK, NAMES, PLACES, SEES, SIZES, encoder_of
+from hf_hybrid.rows.images import MASK, NAMES, PLACES, SEES, SIZES, encoder_of, sees_behind
 from hf_hybrid.rows.tree import Batch, Tree
 from hf_hybrid.run.fallbacks import Fallbacks
 from hf_hybrid.run.run import RandomStates, Run
@@ -330,9 +330,9 @@ class Decoding(Part):
                 raise PlainRolloutsError("a prompt is not padded at the left")
             coded = Batch(ids, kept, ids)
             if images:
-                if (encoder := encoder_of(base_model(model))) is None:
+                if (encoder := encoder_of(base := base_model(model))) is None:
                     raise PlainRolloutsError("the model does not tell where it takes images")
-                coded = (self.turns or Turns()).images.coded(encoder, images, coded, causal=False)
+                coded = (self.turns or Turns()).images.coded(encoder, images, coded, sees_behind(base), padded=True)
                 model_inputs.pop("mm_encoder_outputs", None)  # none: `generate` was given no pixels
             if isinstance(coded, str):
                 raise PlainRolloutsError(coded)
@@ -391,8 +391,8 @@ class Decoding(Part):
     def _reason_not_kept(self, generation: Generation, turns: Turns) -> str | None:
         """Return why nothing is kept from one turn to the next; `None` if it is, of this model as it is now."""
         model = generation.model
-        if SEES in generation.inputs:
-            return "tokens of images may see what stands behind them"
+        if SEES in generation.inputs and sees_behind(base_model(model)) is None:
+            return "tokens that are of no image may see what stands behind them"
         if turns.is_full:
             return "keys and values of all conversations would take half of the free memory"
         structure = structure_of(model)

@@ -1,8 +1,10 @@
 """Attention along paths is that of the rows by themselves, with windows and fewer heads of keys, in one call or not."""
 
+import contextlib
 import inspect
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,8 @@ from transformers import LlamaConfig
 from transformers import modeling_flash_attention_utils as utils
 
 from hf_hybrid.rows import attention
-from hf_hybrid.rows.tree import Batch, Tree
+from hf_hybrid.rows.images import FIRST, Image, Images
+from hf_hybrid.rows.tree import WORD, Batch, Tree
 
 HEADS, FEWER, SIZE = 4, 2, 8
 
@@ -26,14 +29,22 @@ def tree_of(kind, count=12):
     return Tree.of(Batch(made["input_ids"], made["attention_mask"], made["labels"]).rows())
 
 
+class CalledError(Exception):
+    pass
+
+
+def raising(*_):
+    raise CalledError
+
+
 def tensors(tree, dtype=torch.float64):
     torch.manual_seed(0)
     shapes = [(HEADS, SIZE), (FEWER, SIZE), (FEWER, SIZE)]
     return [torch.randn(1, heads, tree.size, size, dtype=dtype, requires_grad=True) for heads, size in shapes]
 
 
-def by_rows(tree, query, key, value, window=None, softcap=None, s_aux=None):
-    """Reference: every row by itself, each token written to its slot."""
+def by_rows(tree, query, key, value, window=None, softcap=None, s_aux=None, images=None):
+    """Reference: every row by itself, each token written to its slot. Tokens of `images` see theirs whole."""
     output = torch.zeros(1, tree.size, HEADS, SIZE, dtype=query.dtype)
     for index in range(len(tree.rows)):
         slots = slots_of(tree, index)
@@ -43,7 +54,9 @@ def by_rows(tree, query, key, value, window=None, softcap=None, s_aux=None):
         scores = query[0, :, slots] @ keys.transpose(1, 2) * SIZE**-0.5
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill((back < 0) | (back >= (window or len(slots))), float("-inf"))
+        ids = torch.tensor(np.frombuffer(tree.rows[index].ids, WORD)[: len(slots)].astype(np.int64))
+        within = (ids[:, None] == ids) & (ids >= FIRST) & bool(images and images.sees[window is not None])
+        scores = scores.masked_fill(((back < 0) & ~within) | (back >= (window or len(slots))), float("-inf"))
         if s_aux is not None:
             scores = torch.cat([scores, s_aux[:, None, None].expand(-1, len(slots), 1)], -1)
         weights = scores.softmax(-1)[..., : len(slots)]
@@ -51,8 +64,9 @@ def by_rows(tree, query, key, value, window=None, softcap=None, s_aux=None):
     return output
 
 
-def layout_of(tree):
-    layout = attention.Layout(tree.segments, torch.device("cpu"), attention.tensors_of(tree.segments))
+def layout_of(tree, images=None):
+    device, images = torch.device("cpu"), images and images.of_row(torch.device("cpu"), tree)
+    layout = attention.Layout(tree.segments, device, attention.tensors_of(tree.segments), images)
     attention.Layout.known[layout.number] = layout
     return layout
 
@@ -63,9 +77,9 @@ def forget():
     attention.Layout.known.clear()
 
 
-def attend(tree, query, key, value, window, **options):
+def attend(tree, query, key, value, window, images=None, **options):
     options |= {} if window is None else {"sliding_window": window}
-    return attention.attend("sdpa", nn.Module(), query, key, value, tree_layout=layout_of(tree), **options)[0]
+    return attention.attend("sdpa", nn.Module(), query, key, value, tree_layout=layout_of(tree, images), **options)[0]
 
 
 @pytest.mark.parametrize("window", [None, 7, 40])
@@ -79,6 +93,34 @@ def test_a_path_sees_what_its_row_sees(kind, window):
     (found * weight).sum().backward()
     (expected * weight).sum().backward()
     assert all(torch.allclose(a.grad, b.grad, atol=1e-12) for a, b in zip(mine, theirs))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("sees", [(True, True), (False, True)])
+def test_tokens_of_an_image_see_it_whole(sees, window, monkeypatch):
+    """One image alone in a segment, two in a path, one behind the path of two rows; one call is not asked for."""
+    images, first, second, third = Images(), [FIRST] * 5, [FIRST + 1] * 4, [FIRST + 2] * 3
+    images.images, images.sees = [Image({}, size) for size in (5, 4, 3)], sees
+    rows = [[1, *first, 2, *second, *end] for end in ([3, 4, 5, 6], [3, 4, 5, 7, 8], [9, *third, 5, 5])]
+    ids = torch.tensor([row + [0] * (20 - len(row)) for row in [*rows, [*third, 8, 8]]])
+    tree = Tree.of(Batch(ids, (ids > 0).long(), torch.where(ids > 0, ids, -100)).rows())
+    mine, theirs = tensors(tree), tensors(tree)
+    assert len(tree.segments) > 2 and tree.size < (ids > 0).sum()
+    found, expected = attend(tree, *mine, window, images), by_rows(tree, *theirs, window, images=images)
+    assert torch.allclose(found, expected, atol=1e-12)
+    differs = not torch.allclose(found, by_rows(tree, *theirs, window), atol=1e-3)
+    assert differs == sees[window is not None] == layout_of(tree, images).sees[window is not None]
+    weight = torch.randn_like(found)
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    assert all(torch.allclose(a.grad, b.grad, atol=1e-12) for a, b in zip(mine, theirs))
+    single = [tensor.detach().float() for tensor in mine]
+    flexed = layout_of(tree, images).by_flex(*single, attention.Asked(SIZE**-0.5, window))
+    assert torch.allclose(flexed.double(), expected, atol=1e-5)
+    monkeypatch.setattr(attention.Layout, "flashes", lambda *_: True)
+    with pytest.raises(CalledError) if not differs else contextlib.nullcontext():
+        monkeypatch.setattr(attention.Layout, "in_one_call", raising)
+        attend(tree, *mine, window, images)
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -42,7 +42,7 @@ import hf_hybrid  # noqa: E402
 from hf_hybrid import HybridConfig, HybridTrainer  # noqa: E402
 from hf_hybrid.streaming.layers import decoder_layers  # noqa: E402
 
-ONCE = tuple(name for name in vision.KINDS if name not in ("gemma3", "gemma4", "paligemma"))
+ONCE = tuple(name for name in vision.KINDS if name != "paligemma")
 """Kinds of models whose pictures are encoded once."""
 
 

@@ -65,7 +65,8 @@ def trained(trainer, config, name, folder, change=None, **options):
     model, processor = vision.vision_model(name)
     encoded = Encoded(name, model)
     model, rows = model if change is None else change(model), vision.prompts(several=name in vision.SEVERAL)
-    values = {"gradient_accumulation_steps": 4, "max_steps": 3, "optim": "sgd", "learning_rate": 0.05, "bf16": False}
+    rate = 5e-4 if name.startswith("gemma4") else 0.05  # its gradients change much with its weights
+    values = {"gradient_accumulation_steps": 4, "max_steps": 3, "optim": "sgd", "learning_rate": rate, "bf16": False}
     values |= {"max_grad_norm": 0.0, "num_generations": COPIES, "max_completion_length": 8, "beta": 0.0}
     args = config(**config_values(folder, **{**values, **options}))
     sampled = []
@@ -113,7 +114,7 @@ def batch_of(name, processor):
     return dict(processor(images=images, text=texts, **options))
 
 
-IN_TREES = [name for name in vision.KINDS if name not in ("qwen3_5", "gemma3", "gemma4", "paligemma")]
+IN_TREES = [name for name in vision.KINDS if name not in ("qwen3_5", "paligemma")]
 QUICK_WAYS = {
     *((name, "sampled") for name in ("qwen2_vl", "qwen3_vl", "qwen3_5", "idefics3", "llava_next", "gemma3")),
     ("paligemma", "sampled"), ("qwen2_5_vl", "greedy"), ("smolvlm", "repetitions"), ("llava", "top p"),
@@ -163,8 +164,8 @@ def test_later_turns_go_on_behind_images(name, passes):
     (theirs, state, _), (ours, state_of_ours, encoded) = talk(name), talk(name, decoding)
     assert all(map(torch.equal, theirs, ours)) and torch.equal(state, state_of_ours)
     assert decoding.plain_because is None
-    if name in ("gemma3", "paligemma"):
-        assert "tokens of images may see" in decoding.anew.because
+    if name == "paligemma":
+        assert "tokens that are of no image may see" in decoding.anew.because
     else:
         assert decoding.anew.because is None and len(encoded) == len(set(encoded))
         assert decoding.counts["prompt_tokens_shared"] > 3 * decoding.counts["prompt_tokens_computed"]
@@ -231,7 +232,7 @@ def test_runs_with_images_are_those_of_trl(name, run, tmp_path):
     assert_same(theirs, ours)
     summary = ours.trainer.hybrid_summary()
     assert summary["plain_rollouts_because"] is None and summary["prompt_tokens_shared"] > 0
-    if name not in ("gemma3", "gemma4", "paligemma"):
+    if name != "paligemma":
         assert summary["plain_rows_because"] is None
         passes = ours.encoded.passes[ours.encoded.compared :]
         assert any(passes) and all(len(of_pass) == len(set(of_pass)) for of_pass in passes)
