@@ -170,7 +170,7 @@ def dpo(model_type: str, folder: str) -> Row:
     for off in (True, False):
         trainer.rows.off = off
         model.zero_grad()
-        with trainer.rows.around():
+        with trainer.rows.around(ends_window=True):
             trainer.compute_loss(model, dict(batch)).backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     return outcome(trainer.hybrid_summary()["plain_rows_because"], apart(*found))

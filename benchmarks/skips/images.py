@@ -12,6 +12,9 @@ which compares rows, is left out.
     sft apart   4 questions on 4 pictures
     dpo         2 pairs, each on a picture
     grpo        the update with 8 completions of 32 tokens on a picture, without generation and rewards
+    grpo small  the same in 4 micro-batches of 2
+    dpo small   4 pairs on a picture, in 4 micro-batches
+    kto small   8 answers on a picture, in 4 micro-batches
     prefill     generation of one token for each of these 8
     gemma3 ...  the same with a model of Gemma 3's kind, whose tokens of a picture see it whole
 
@@ -38,7 +41,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     TrainerCallback,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 import hf_hybrid
 from benchmarks.results import Results, command_line, provenance
@@ -57,6 +60,7 @@ class Size(NamedTuple):
 SIZES = {"full": Size((512, 12), (576, 12), 16384, 448), "tiny": Size((64, 2), (64, 2), 512, 112)}
 GROUP, ANSWER = 8, 64
 WHOLE: dict = {"max_length": None}
+FOUR = {"gradient_accumulation_steps": 4}
 SAMPLED = {"num_generations": GROUP, "beta": 0.0, "shuffle_dataset": False}
 CASES = {
     "sft": (SFTTrainer, SFTConfig, lambda: vision.sft_rows(24, 4, False, longest=ANSWER), 4, WHOLE),
@@ -64,6 +68,10 @@ CASES = {
     "dpo": (DPOTrainer, DPOConfig, lambda: vision.pairs(12, 1, False, longest=ANSWER), 2, WHOLE),
     "grpo": (GRPOTrainer, GRPOConfig, lambda: vision.prompts(12, 1, False), GROUP,
              {**SAMPLED, "max_completion_length": 32}),
+    "grpo small": (GRPOTrainer, GRPOConfig, lambda: vision.prompts(12, 1, False), 2,
+                   {**SAMPLED, "max_completion_length": 32, **FOUR}),
+    "dpo small": (DPOTrainer, DPOConfig, lambda: vision.pairs(12, 4, False, longest=ANSWER), 1, {**WHOLE, **FOUR}),
+    "kto small": (KTOTrainer, KTOConfig, lambda: vision.judged(24, 8, False), 2, {**WHOLE, **FOUR}),
     "prefill": (GRPOTrainer, GRPOConfig, lambda: vision.prompts(12, 1, False), GROUP,
                 {**SAMPLED, "max_completion_length": 1}),
 }  # fmt: skip
@@ -154,8 +162,9 @@ def train(arm: str, case: str, size: Size, steps: int) -> tuple[float, dict[str,
     made = build_gemma if case.startswith(GEMMA) else build
     model, processor = made(size, 0)
     given: dict[str, Any] = {"callbacks": [ends := Ends()], "processing_class": processor}
-    given |= {"reward_funcs": reward} if count == GROUP else {}
-    given |= {"ref_model": made(size, 1)[0]} if case.endswith("dpo") else {}
+    samples, compares = issubclass(config_class, GRPOConfig), any(kind in case for kind in ("dpo", "kto"))
+    given |= {"reward_funcs": reward} if samples else {}
+    given |= {"ref_model": made(size, 1)[0]} if compares else {}
     data = rows().map(lambda row: {"images": [picture.resize((size.side,) * 2) for picture in row["images"]]})
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(
@@ -165,7 +174,7 @@ def train(arm: str, case: str, size: Size, steps: int) -> tuple[float, dict[str,
             **alone,
         )  # fmt: skip
         trainer = trainer_class(model, args=args, train_dataset=data, **given)
-        if count == GROUP:
+        if samples:
             trainer._generate_and_score_completions = ends.generation.around(trainer._generate_and_score_completions)
         trainer.train()
         told = trainer.hybrid_summary() if arm == "hybrid" else {}

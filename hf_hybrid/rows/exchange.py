@@ -425,7 +425,7 @@ class Exchange(Part):
             stack.enter_context(by_row(facts.with_state, lambda: self._pass.row is not None))
         if facts.encoder is not None and self.reads_labels:
             row_of = lambda: getattr(self._pass.row, "images", None)  # noqa: E731
-            stack.enter_context(standing_in(model, facts.encoder, row_of))
+            stack.enter_context(standing_in(facts.encoder, row_of))
         before, options = functools.partial(self._before_backbone, model), {"prepend": not self.reads_labels}
         stack.callback(facts.backbone.register_forward_pre_hook(before, with_kwargs=True, **options).remove)
         behind = functools.partial(self._behind_backbone, model)
@@ -581,7 +581,8 @@ class Exchange(Part):
         if tree is None:
             unread = self.reads_labels and (batch.images is None or copied.again is None)
             if unread and (facts := self.facts_of(model)).encoder is not None:
-                if copied.again is None and any(copied is laid_out.copied for laid_out in self._window):
+                is_first = copied.again is None and torch.is_grad_enabled()
+                if is_first and any(copied is laid_out.copied for laid_out in self._window):
                     self._look_ahead(facts)
                 coded = self.with_images(facts, inputs, copied.batch) if copied.batch.images is None else copied.batch
                 if isinstance(coded, str):

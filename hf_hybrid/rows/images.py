@@ -35,7 +35,7 @@ import contextlib
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,15 +162,23 @@ def patches_of(encoder: Any) -> int:
     return merged or getattr(encoder.config, "scale_factor", None) or 1
 
 
-def adapters_of(model: nn.Module) -> tuple:
-    """Which adapters of a model compute: the reference may be the same model without them."""
-    modules = model.modules() if hasattr(model, "peft_config") else ()
+def adapters_of(modules: Iterable[nn.Module]) -> tuple:
+    """Which adapters of modules compute: the reference may be the same model without them."""
     layer: Any = next((module for module in modules if hasattr(module, "_disable_adapters")), None)
     return () if layer is None else (layer._disable_adapters, tuple(layer.active_adapters))
 
 
+def mode_of(encoder: Any) -> tuple:
+    """What decides which features images have: adapters, and whether gradients may run through the encoder."""
+    decoder, embeds = encoder.get_decoder(), encoder.get_input_embeddings()
+    eyes = set(encoder.modules()).difference(() if decoder is encoder else decoder.modules())
+    weights = [*embeds.parameters(), *(weight for module in eyes for weight in module.parameters(recurse=False))]
+    trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    return encoder.training, adapters_of(eyes), trains
+
+
 @contextlib.contextmanager
-def standing_in(model: nn.Module, encoder: Any, row_of: Callable[[], RowImages | None]) -> Generator[None]:
+def standing_in(encoder: Any, row_of: Callable[[], RowImages | None]) -> Generator[None]:
     """Context in which the features of images are put where the flat row that `row_of` returns has their tokens."""
     own, of_user = encoder.get_image_features, vars(encoder).get("get_image_features")
 
@@ -184,8 +192,9 @@ def standing_in(model: nn.Module, encoder: Any, row_of: Callable[[], RowImages |
             given = {**dict(zip(named, args)), **kwargs}
             return own(**{**given, **{name: images[name] for name in images.keys() & given.keys()}})
 
-        mode = encoder.training, adapters_of(model), torch.is_grad_enabled()
-        return row.of.features(row, encode, (id(encoder), *mode))
+        *mode, trains = mode_of(encoder)
+        trains = torch.is_grad_enabled() if of_user is not None else trains
+        return row.of.features(row, encode, (id(encoder), *mode, trains))
 
     encoder.get_image_features = get_image_features
     try:
@@ -297,33 +306,32 @@ class Images:
     def features(self, row: RowImages, encode: Callable[[dict[str, Tensor]], Any], key: tuple) -> Any:
         """
         Return what an encoder returns for the image tokens of a flat row. `encode` computes images, and `key` says
-        which encoder it is, and in which mode.
+        which encoder it is, in which mode, and at its end whether gradients may run through it.
 
         Features without a gradient are kept for the rest of the step. Others are held for later rows of the window. The
         last row that reads an image takes the gradients of all through the encoder.
         """
-        again = row.again or {}
-        found: dict[int, list[Tensor]] = {} if row.again is None else self._join(key, row.numbers, again)
-        known = self._kept.keys() | (() if row.again is None else self._held.keys())
-        missing = [number for number in row.numbers if number not in found and (*key, number) not in known]
+        again, found = row.again or {}, dict[int, list[Tensor]]()
+        if row.again is not None:
+            found |= self._join(key, row.numbers, again)
+            held = {number: self._held.get((*key, number)) for number in row.numbers}
+            found |= {number: of_image.leaves for number, of_image in held.items() if of_image is not None}
+        found |= {number: self._kept[*key, number] for number in row.numbers if (*key, number) in self._kept}
+        missing = [number for number in row.numbers if number not in found]
         # What is read until the same flat row is encoded together: one backward pass runs through each encoding.
         for last in sorted({again.get(number, 0) for number in missing}):
             together = [number for number in missing if again.get(number, 0) == last]
-            self._kinds[key] = output = encode(self.inputs(together, row.index.device))
+            with torch.set_grad_enabled(key[-1]):
+                self._kinds[key] = output = encode(self.inputs(together, row.index.device))
             self.counts[SHARED] -= len(together) * row.is_counted
             counts = [self.images[number].tokens for number in together]
             for number, *parts in zip(together, *(features.split(counts) for features in _tensors_of(output))):
+                found[number] = parts
                 if not any(part.requires_grad for part in parts):
                     self._kept[*key, number] = parts
                 elif last:
-                    leaves = [part.detach().requires_grad_(part.requires_grad) for part in parts]
-                    self._held[*key, number] = Held(last, parts, leaves)
-                else:
-                    found[number] = parts
-        for number in row.numbers:
-            if number not in found:
-                kept = self._kept.get((*key, number))
-                found[number] = self._held[*key, number].leaves if kept is None else kept
+                    found[number] = [part.detach().requires_grad_(part.requires_grad) for part in parts]
+                    self._held[*key, number] = Held(last, parts, found[number])
         chosen = zip(*(found[number] for number in row.numbers))
         read = [torch.cat(parts)[row.index.to(parts[0].device)] for parts in chosen]
         if not self.keeps:

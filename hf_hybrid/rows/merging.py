@@ -227,7 +227,8 @@ class MergedRows(Exchange):
             self._groups[model] = self._group(model, inputs)
         groups = self._groups[model]
         first = next((first for first, (_, rows) in groups.items() if number in rows), None)
-        key = model, model.training, torch.is_grad_enabled(), adapters_of(model), first
+        adapters = adapters_of(model.modules() if hasattr(model, "peft_config") else ())
+        key = model, model.training, torch.is_grad_enabled(), adapters, first
         if (known := self._passes.get(key)) is not None:
             return known if known.output is not None and number in known.unread else None
         if number != first:

@@ -21,6 +21,7 @@ from hf_hybrid.optimizers import (
     is_adam,
     optimizer_name,
     package_of,
+    steps_in_backward,
     text_config,
     users_optimizer,
 )
@@ -143,6 +144,8 @@ def acts_between(trainer: Any) -> str | None:
             return f"`{type(callback).__name__}.on_substep_end` may change what micro-batches add up"
     if "backward" in vars(trainer.accelerator):
         return "`accelerator.backward` is another"
+    if steps_in_backward(optimizer := optimizer_name(trainer.args)):
+        return f"`optim={optimizer}` steps inside the backward pass"
     if trainer.run.accumulations - {trainer.args.gradient_accumulation_steps}:  # Trainer may step inside a window
         return "`gradient_accumulation_steps` has changed"
     return None

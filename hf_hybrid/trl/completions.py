@@ -130,7 +130,7 @@ class Generation:
 
     def encoding(self, row: RowImages) -> contextlib.AbstractContextManager[None]:
         """Context in which the images of a pass are encoded, each once."""
-        return standing_in(self.model, encoder_of(base_model(self.model)), lambda: row)
+        return standing_in(encoder_of(base_model(self.model)), lambda: row)
 
 
 @dataclass

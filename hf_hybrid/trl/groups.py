@@ -249,7 +249,7 @@ class ExactSkips:
             if by_prompt:
                 prompts = here["prompt_ids"]
                 if "pixel_values" in batches[0]:
-                    prompts = torch.cat([prompts, sums_of_images(batches)], dim=1)
+                    prompts = torch.cat([sums_of_images(batches), prompts], dim=1)  # first those on one image
                 rows = rows[prompts.unique(dim=0, return_inverse=True)[1][rows].argsort(stable=True)]
             count = max(-(-needed // size), at_least)
             computed = rebin(batches, rows, count, self.mean) if count else []

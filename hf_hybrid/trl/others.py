@@ -53,13 +53,18 @@ class HybridRewardTrainer(HybridTrainerMixin, RewardTrainer):  # ty: ignore[inco
 
     blocks_of_rows = 2  # a pair is two rows of a batch, if memory runs out
 
-    def _prepare_dataset(self, dataset, *args, **kwargs):
-        for name in {"image", "images"}.intersection(dataset.column_names or next(iter(dataset))):
+    def __init__(self, model=None, args=None, data_collator=None, *positional, **kwargs):
+        self._own_collator = data_collator is not None
+        super().__init__(model, args, data_collator, *positional, **kwargs)
+
+    def _prepare_dataset(self, dataset, processing_class, args, *more, **kwargs):
+        read = self._own_collator and not args.remove_unused_columns
+        for name in {"image", "images"}.intersection(() if read else dataset.column_names or next(iter(dataset))):
             raise ValueError(
                 f"The data have images in `{name}`, and TRL's reward trainer reads text alone. Remove the column to "
-                "train without them."
+                "train without them, or set `remove_unused_columns=False` and a `data_collator` that reads them."
             )
-        return super()._prepare_dataset(dataset, *args, **kwargs)
+        return super()._prepare_dataset(dataset, processing_class, args, *more, **kwargs)
 
 
 class JudgedRows(Exchange):

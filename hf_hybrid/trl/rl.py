@@ -128,6 +128,7 @@ class Rollouts(Part):
         self.trainer = trainer
         self.leaves_out = False  # rows that do not count
         self.by_prompt = False  # rows of the same prompt are put together
+        self.plans = False  # micro-batches; where no row moves, to know which images they have in common
         self.keeps_all = False
         """Whether each micro-batch keeps a row: the first of a window begins DeepSpeed's sums of gradients."""
         tells = trainer.is_world_process_zero
@@ -208,6 +209,8 @@ class Rollouts(Part):
         if self.leaves_out and every_row:
             self.every_row.cannot_be_exact("another process computes every row")
         self.leaves_out, self.by_prompt = not every_row, not own_prompts
+        sees = self.users[OF_MICRO_BATCHES] is None and trainer.rows.facts_of(trainer.model).encoder is not None
+        self.plans = self.leaves_out or self.by_prompt or sees
 
     @property
     def failed(self) -> Sequence[str]:
@@ -596,7 +599,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
                 of_log[own] = 0.0
             for place, zero in zip(range(-1, -len(logged) - 1, -1), reversed(alike.tolist())):
                 logged[place] = 0.0 if zero else logged[place]
-        sampled, plans = generation.sampled, training and (self.rollouts.leaves_out or self.rollouts.by_prompt)
+        sampled, plans = generation.sampled, training and self.rollouts.plans
         is_plain = batch["advantages"].dim() == 1 and not self.mask_truncated_completions
         if plans and is_plain and sampled is not None and sampled.is_whole:
             # It is shuffled and divided with the rest.
@@ -745,6 +748,8 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         """Return why other rows in a micro-batch would change the update, or `None` if they would not."""
         if (place := self.rollouts.users[OF_MICRO_BATCHES]) is not None:
             return RowsStay(f"`{place}` is not TRL's, and sees each micro-batch", f"train without `{place}`")
+        if steps_in_backward(optimizer := optimizer_name(self.args)):
+            return RowsStay(f"`optim={optimizer}` steps inside the backward pass", "set another `optim`")
         if self.run.step.acts is not None:
             return RowsStay(self.run.step.acts)
         of_weights = [of for w in self.model.parameters() for of in (w._backward_hooks, w._post_accumulate_grad_hooks)]
@@ -752,8 +757,6 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             return RowsStay("a hook on a weight sees the gradient of each micro-batch")
         if not windows_may_change(self.args):
             return RowsStay(f"`{self._sharding}` counts the backward passes of a step")
-        if steps_in_backward(optimizer := optimizer_name(self.args)):
-            return RowsStay(f"`optim={optimizer}` steps inside the backward pass", "set another `optim`")
         if self.aux_loss_enabled:
             # It needs every layer of a row, forward and backward. The head alone could be left out.
             why = "the router's loss (`router_aux_loss_coef`) has a gradient in every layer of every row"
@@ -817,7 +820,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
             if self._step == rollouts.window_begins_at and self.recovery.retries:
                 self.recovery.random, metrics = RandomStates.now(self.args.device), self._metrics["train"]
                 rollouts.logged = dict(zip(metrics, map(len, metrics.values())))
-        if not (rollouts.leaves_out or rollouts.by_prompt) or not self.model.training:
+        if not rollouts.plans or not self.model.training:
             return inputs
         if not rollouts.skips.planned:
             planned = rollouts.plan()
@@ -832,7 +835,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         most = self.recovery.policy.micro_batch_size
         if most is not None and len(inputs["completion_ids"]) > most and torch.is_grad_enabled():
             return self._loss_in_parts(model, inputs, most)
-        self._in_loss, planned = inputs, self.rollouts.leaves_out or self.rollouts.by_prompt
+        self._in_loss, planned = inputs, self.rollouts.plans
         try:
             with self.rows.host.computing(inputs["completion_ids"]) if planned else contextlib.nullcontext():
                 return super()._compute_loss(model, inputs)
