@@ -227,7 +227,7 @@ class HybridTrainerMixin(ReportingMixin, PublishingMixin):
             warn_of_untested_versions()
         keep_differentiable(self.model)
         self.rows = build.rows_part(self) if self.rows is None else self.rows
-        if self.rows is not None and self.cannot_repeat is None:
+        if self.rows is not None and not self.draws_first:
             self.rows.repeats = self.recovery.retries and self.accelerator.num_processes == 1
         self.order = DataOrder(self.args.device, self.is_world_process_zero)
         own = [self.order, *([] if self.rows is None else [self.rows]), self.recovery, self.memory_guard]
