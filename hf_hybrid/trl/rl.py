@@ -643,7 +643,7 @@ class RolloutTrainerMixin(TRLTrainerMixin, _Trainer):  # ty: ignore[incompatible
         """
         if not (batch_size and self.memory.streams and self.model.training) or torch.is_grad_enabled():
             return None
-        adapters = adapters_of(self.accelerator.unwrap_model(model))
+        adapters = adapters_of(self.accelerator.unwrap_model(model).modules())
         ways: list[Callable[[], Any]] = [contextlib.nullcontext]
         if self.beta and self.ref_model is None and adapters and not adapters[0] and "ref" not in adapters[1]:
             ways.append(functools.partial(as_reference, self))

@@ -1767,7 +1767,7 @@ SLOW = (
     "eight_bit_by_micro_batch", "eight_bit_more", "ends_streamed", "ends_streamed_tied", "failed_evaluation",
     "fast_streamed", "fetched_far_ahead", "gkd_streamed", "gradients_looked_at", "graphs_by_micro_batch",
     "graphs_eight_bit_bf16", "graphs_in_backward", "graphs_lora_int8", "grpo_long", "grpo_more", "grpo_rewards_first",
-    "grpo_tree", "in_backward_alone", "in_backward_by_micro_batch", "in_backward_eight_bit", "in_backward_far_ahead",
+    "in_backward_alone", "in_backward_by_micro_batch", "in_backward_eight_bit", "in_backward_far_ahead",
     "int8_probes_registered", "interrupted_after_predict", "kto_streamed", "leaps_and_saves", "leaps_bf16",
     "leaps_by_micro_batch", "leaps_deeper", "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory",
     "leaps_host_buffers", "leaps_planned", "leaps_probed", "leaps_probed_deeper", "leaps_undone",
