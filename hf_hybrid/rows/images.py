@@ -381,7 +381,8 @@ class Images:
             found.append({})
             for number in numbers:
                 between = there[place + 1 : last[number] + 1]
-                if between and all(self.tokens_of(images | {number}) <= most for images in between):
+                limited = between if most < float("inf") else ()
+                if between and all(self.tokens_of(images | {number}) <= most for images in limited):
                     found[-1][number] = last[number]
                     for images in between:
                         images.add(number)
