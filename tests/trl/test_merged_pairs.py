@@ -479,8 +479,8 @@ def test_an_even_step_of_1b_launches_half_as_much(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "MOST_KEYS_IN_FLOAT32", 0)
     made = attention.Layout.__init__
 
-    def on_flash(layout, segments, device, tensors=None):
-        made(layout, segments, device, attention.tensors_of(segments) if tensors is None else tensors)
+    def on_flash(layout, segments, device, tensors=None, images=None):
+        made(layout, segments, device, attention.tensors_of(segments) if tensors is None else tensors, images)
         layout.on_flash = True
 
     monkeypatch.setattr(attention.Layout, "__init__", on_flash)
