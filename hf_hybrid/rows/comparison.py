@@ -205,7 +205,7 @@ class Comparison:
     """
 
     is_possible = True
-    """Whether a model can run once more inside of a pass: not where processes, or layers of a window, wait for each."""
+    """Whether a model can run once more inside of a pass: not where processes wait for each other."""
     in_any_order = True
     """Whether a backward pass may be tried: not where layers are fetched in the order of a training."""
 
