@@ -223,7 +223,9 @@ class _Report:
         )
         text += " Half of the tokens stand for images, which the encoder computes." * self.sees
         if self.args.task in COMPLETES:
-            text += " Completions hold keys and values, and no activations."
+            most = max(map(self.planner.keys_and_values, (plan.way for plan in self.plans))) / GIB
+            text += f" Completions hold keys and values, and no activations. With tools up to {most:.3g} GiB more wait "
+            text += "between turns, if that is not over half of what is free then."
             layers, weights = self.plans[0].shape.layers, {"float32": 4}.get(self.plans[0].way.weights, 2)
             size = weights * sum(layer.trainable + layer.frozen for layer in layers)
             seconds = f"{size / BUS:.2g} s at an assumed 25 GB/s"

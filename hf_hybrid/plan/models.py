@@ -61,6 +61,14 @@ def takes_images(config: PreTrainedConfig) -> bool:
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
+def keys_and_values(config: Any, size: int) -> int:
+    """Return the bytes of a token's keys and values, of `size` each, as if each layer attended to all tokens."""
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * size
+
+
 def _load(model: str | Path) -> PreTrainedConfig:
     path = Path(model).expanduser()
     local = path.exists() or str(model).startswith((".", "/", "~")) or path.suffix == ".json"

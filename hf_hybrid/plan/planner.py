@@ -17,7 +17,7 @@ from hf_hybrid.optimizers import split_parameters
 from hf_hybrid.plan.accounting import ModelShape
 from hf_hybrid.plan.estimate import Estimator, Plan
 from hf_hybrid.plan.images import SomeImages, encoder_of
-from hf_hybrid.plan.models import add_adapters, build, lora_config, read_config, takes_images
+from hf_hybrid.plan.models import add_adapters, build, keys_and_values, lora_config, read_config, takes_images
 from hf_hybrid.plan.of_trainer import bytes_evaluated
 from hf_hybrid.plan.setups import Setup
 from hf_hybrid.plan.stand_ins import make_ternary, pack_base
@@ -188,18 +188,14 @@ class Planner:
         evaluated, logits = self._evaluated(way.weights), way.setup.tokens * estimator.shape.vocab
         if evaluated.whole:
             evaluated = evaluated._replace(logits=logits * OF_TWO_LOGITS[way.setup.autocast, way.weights])
-        cached = self._generates * self.setup.sequence_length * self._keys_and_values(way)
-        setup = replace(way.setup, evaluated=evaluated, cached=cached)
+        setup = replace(way.setup, evaluated=evaluated, cached=self.keys_and_values(way))
         setup = setup if way.kind == "full" else replace(setup, values_per_weight=None)
         return WayPlan(**vars(estimator.best(setup)), way=way)
 
-    def _keys_and_values(self, way: Way) -> int:
-        """Bytes of a token's keys and values in all layers, as if each attended to all tokens before it."""
-        config = self.config.get_text_config()
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    def keys_and_values(self, way: Way) -> int:
+        """Bytes of keys and values of all completions that are made together."""
         size = 2 if way.setup.autocast else getattr(torch, way.weights).itemsize
-        return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * size
+        return self._generates * self.setup.sequence_length * keys_and_values(self.config, size)
 
     def _estimator(self, weights: str, kind: str) -> Estimator:
         if (weights, kind) not in self._estimators:
