@@ -9,7 +9,8 @@ A question asks for the sum of two numbers. The model may call `calculate`, whos
 answers in the next turn. The reward is 1 if the answer is right. A turn goes on from the keys and values of the turns
 before, and what a tool says is in no loss. Before and after the training the model answers held-out questions: after
 ten steps the reward has risen from 0.25 to 1.00. Each entry of the log has the tokens that were not computed again
-(`turns/tokens_kept`), and one conversation.
+(`turns/tokens_kept`), and the last conversation is printed turn by turn. `--num_completions_to_print 1` prints one in
+each entry, as TRL's table.
 
 To start from it, change two lines of your own script with tools or an environment: `GRPOTrainer` to
 `HybridGRPOTrainer`, `GRPOConfig` to `HybridGRPOConfig`.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import random
 import re
+import textwrap
 from dataclasses import dataclass, field
 
 from hf_hybrid.cli.console import quiet_imports
@@ -91,8 +93,13 @@ def questions(count: int, seed: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def is_right(completions: list, answer: list[str], **_) -> list[float]:
+LAST: list[dict] = []
+"""The conversation that was rewarded last."""
+
+
+def is_right(prompts: list, completions: list, answer: list[str], **_) -> list[float]:
     """Reward a last message that has the right number and no other."""
+    LAST[:] = prompts[-1][-1:] + completions[-1]
     said = [one[-1]["content"] if one[-1]["role"] == "assistant" else "" for one in completions]
     return [float(re.findall(r"\d+", text) == [right]) for text, right in zip(said, answer)]
 
@@ -104,7 +111,7 @@ def main() -> None:
         max_completion_length=48, max_tool_calling_iterations=3, learning_rate=3e-4, lr_scheduler_type="constant",
         logging_steps=2, save_strategy="no", report_to="none", dataloader_pin_memory=False, use_cpu=True, bf16=False,
         activation_checkpointing=False, per_device_eval_batch_size=16, num_generations_eval=1, log_completions=True,
-        num_completions_to_print=1,
+        num_completions_to_print=0,
     )  # fmt: skip
     script, args = parser.parse_args_into_dataclasses()
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path, padding_side="left")
@@ -129,7 +136,11 @@ def main() -> None:
         f"turns               {found['turns']}, calls of the tool {found['tool_calls']}, errors {found['tool_errors']}"
     )
     print(f"tokens of prompts   {computed} computed, {kept} not computed again")
-    print(f"model               {args.output_dir}")
+    print(f"model               {args.output_dir}\n")
+    for message in LAST:
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        said = [message.get("content") or "", *(f"{call['name']}{call['arguments']}" for call in calls)]
+        print(textwrap.fill(f"{message['role']:<20}{' '.join(filter(None, said))}", 80, subsequent_indent=" " * 20))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,13 @@ QWEN = {
     151645: "<|im_end|>", 151657: "<tool_call>", 151658: "</tool_call>",
 }  # fmt: skip
 """Words of Qwen 3 by their numbers, by which the tests of tools write calls. The first 256 are bytes."""
+LONG = [
+    "tool_response", "multiply_tool", " got an unexpected keyword argument", '{"type": "function", "function": ',
+    '"parameters": {"type": "object", "properties": ', '"description": ',
+    "You may call one or more functions to assist with the user query.\n\nYou are provided with function signatures",
+    "For each function call, return a json object with function name and arguments", " XML tags:\n",
+]  # fmt: skip
+"""What prompts with tools have, as words of their own: bytes would be many, and each has logits of 151,000 words."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
 
 
@@ -117,6 +124,7 @@ def of_qwen() -> Any:
     made = Tokenizer(models.BPE(words, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    made.add_tokens(LONG)
     return made
 
 

@@ -216,7 +216,10 @@ class _Report:
         )
         text += " Half of the tokens stand for images, which the encoder computes." * self.sees
         if self.args.task in COMPLETES:
-            text += " Completions hold keys and values, as if all went on to their last token, and no activations."
+            most = max(map(self.planner.keys_and_values, (plan.way for plan in self.plans))) / GIB
+            text += " Completions hold keys and values, as if all went on to their last token. "
+            text += f"With tools up to {most:.3g} GiB more wait between turns, if that is not over half of what is "
+            text += "free then."
             layers, weights = self.plans[0].shape.layers, {"float32": 4}.get(self.plans[0].way.weights, 2)
             size = weights * sum(layer.trainable + layer.frozen for layer in layers)
             seconds = f"{size / BUS:.2g} s at an assumed 25 GB/s"

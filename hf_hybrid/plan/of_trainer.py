@@ -96,7 +96,7 @@ def estimator_of(trainer: PlannedTrainer, device_map: dict | None, leaps: LeapBu
         offload_activations=options.offload_activations,
         chunked_loss=chunks and ChunkedCausalLoss.reason_not_chunked(model) is None,
         distills=distills,
-        cached=_cached(trainer, length),
+        cached=bytes_cached(trainer, length),
         optimizer_states=options.optimizer_states,
         states_per_weight=STATES_PER_WEIGHT.get(optimizer_name(args), 2),
         base_precision=options.base_precision,
@@ -156,12 +156,13 @@ def _reason_not_fewest(trainer: TrainerView) -> str | None:
 def keys_and_values(config: Any, size: int) -> int:
     """Return the bytes of a token's keys and values in all layers, as if each attended to all tokens before it."""
     config = config.get_text_config()
-    heads = config.num_attention_heads
+    if not (heads := getattr(config, "num_attention_heads", 0)):
+        return 0  # layers with a state alone
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * size
 
 
-def _cached(trainer: PlannedTrainer, length: int) -> int:
+def bytes_cached(trainer: Any, length: int) -> int:
     """Return the bytes of keys and values of the completions that are made together, if any are here."""
     args = trainer.args
     if (together := getattr(args, "steps_per_generation", None)) is None or getattr(args, "use_vllm", False):

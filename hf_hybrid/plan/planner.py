@@ -176,9 +176,8 @@ class Planner:
         reason = estimator.reason_not_chunked
         if way.setup.chunked_loss and reason is not None:
             raise ValueError(f"`chunked_loss=True` cannot be used: {reason}. Leave it out.")
-        size = 2 if way.setup.autocast else getattr(torch, way.weights).itemsize
-        cached = self._generates * self.setup.sequence_length * keys_and_values(self.config, size)
-        setup = replace(way.setup, evaluated=self._evaluated(way.weights, way.kind), cached=cached)
+        evaluated = self._evaluated(way.weights, way.kind)
+        setup = replace(way.setup, evaluated=evaluated, cached=self.keys_and_values(way))
         setup = setup if way.kind == "full" else replace(setup, values_per_weight=None)
         return WayPlan(**vars(estimator.best(setup)), way=way)
 
@@ -188,6 +187,11 @@ class Planner:
             return Evaluated()
         teacher = build(self._teacher, getattr(torch, weights))
         return bytes_evaluated([pack_base(teacher) if kind == "QLoRA" else teacher])
+
+    def keys_and_values(self, way: Way) -> int:
+        """Bytes of keys and values of all completions that are made together."""
+        size = 2 if way.setup.autocast else getattr(torch, way.weights).itemsize
+        return self._generates * self.setup.sequence_length * keys_and_values(self.config, size)
 
     def _estimator(self, weights: str, kind: str) -> Estimator:
         if (weights, kind) not in self._estimators:

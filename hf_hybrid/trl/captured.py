@@ -66,6 +66,8 @@ from hf_hybrid.trl.completions import (
     Generation,
     PlainRolloutsError,
     Prefilled,
+    all_states,
+    attending,
     exchange_states,
     states_of,
 )
@@ -234,9 +236,9 @@ class Buffers:
         """Columns with tokens, those at the end of the longest possible completion, and those of prompts."""
         self.device = device = prefilled.logits.device
         self.with_state: list[Any] = [None for _ in prefilled.cache.layers]  # layers of a cache, or `None`
-        attending = attending_layers(prefilled)
-        self.sliding = [layer.is_sliding for layer in attending]
-        self.layers = [(self._of_layer(layer.keys), self._of_layer(layer.values)) for layer in attending]
+        attends = attending(prefilled.cache.layers)
+        self.sliding = [layer.is_sliding for layer in attends]
+        self.layers = [(self._of_layer(layer.keys), self._of_layer(layer.values)) for layer in attends]
         self.token = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
         self.place = torch.zeros((), dtype=torch.long, device=device)
         # Columns behind the token are hidden by causality, so that the mask need not change with each token.
@@ -251,7 +253,7 @@ class Buffers:
     @property
     def states(self) -> list[Tensor]:
         """Those of layers with a state, each [rows, ...]."""
-        return list(itertools.chain(*map(states_of, self.with_state)))
+        return all_states(self.with_state)
 
     def fill(self, generation: Generation, prefilled: Prefilled) -> None:
         """Write the prompts of all rows, the first of the buffers."""
@@ -348,12 +350,12 @@ class Buffers:
     def _pass(self, count: int) -> Callable[[], Tensor]:
         model, token, adapts, columns = self.model, self.token[:count], self._adapts, self.columns
         inputs = {**self.inputs, "attention_mask": self.mask[:count, :columns]}
-        attending = (
+        fixed = (
             FixedLayer(keys[:count, :, :columns], values[:count, :, :columns], self.place, sliding)
             for (keys, values), sliding in zip(self.layers, self.sliding)
         )
         # A layer with a state is copied, not its tensors: each graph works on the first `count` rows of the same ones.
-        layers = [next(attending) if layer is None else copy.copy(layer) for layer in self.with_state]
+        layers = [next(fixed) if layer is None else copy.copy(layer) for layer in self.with_state]
         for layer in layers:
             exchange_states(layer, lambda state: state[:count])
         inputs[CACHE] = FixedCache(layers)
@@ -381,11 +383,6 @@ def numbers_of(mask: Any, seen: Tensor, hidden: Tensor) -> Any:
     """Return what of a mask is added to scores: `scaled_dot_product_attention` makes it of booleans in each layer."""
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
     return torch.where(mask, seen, hidden) if is_mask else mask
-
-
-def attending_layers(prefilled: Prefilled) -> list[Any]:
-    """Return the layers of the prompts' cache that hold keys and values."""
-    return [layer for layer in prefilled.cache.layers if not isinstance(layer, LinearAttentionLayer)]
 
 
 def fixed_inputs(generation: Generation) -> dict[str, Any]:
@@ -473,9 +470,9 @@ class Captured:
 
 def bytes_of(prefilled: Prefilled, length: int) -> int:
     """Return the bytes of buffers of this length for all rows, and of states that are put back after a capture."""
-    layers, rows = attending_layers(prefilled), len(prefilled.logits)
+    layers, rows = attending(prefilled.cache.layers), len(prefilled.logits)
     of_a_token = sum(states[0, :, 0].nbytes for layer in layers for states in (layer.keys, layer.values))
-    of_states = sum(state[0].nbytes for layer in prefilled.cache.layers for state in states_of(layer))
+    of_states = sum(state[0].nbytes for state in all_states(prefilled.cache.layers))
     return rows * (of_a_token * length + 2 * of_states)
 
 

@@ -186,6 +186,11 @@ def whole(cache: Any) -> Any:
     return cache
 
 
+def attending(layers: Sequence[Any]) -> list[Any]:
+    """Return the layers of a cache that hold keys and values."""
+    return [layer for layer in layers if isinstance(layer, DynamicLayer)]
+
+
 STATES = ("conv_states", "recurrent_states")
 """What a layer of a cache holds of a row whose state it keeps, by index: each `[rows, ...]`, or `None`."""
 
@@ -194,6 +199,11 @@ def states_of(layer: Any) -> list[Tensor]:
     """Return the states that a layer of a cache holds, each [rows, ...]; none if it only attends."""
     held = [getattr(layer, name) for name in STATES] if isinstance(layer, LinearAttentionLayer) else []
     return [state for by_index in held for state in by_index.values() if state is not None]
+
+
+def all_states(layers: Sequence[Any]) -> list[Tensor]:
+    """Return those of all of these layers."""
+    return [state for layer in layers for state in states_of(layer)]
 
 
 def exchange_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
@@ -401,11 +411,18 @@ class Passes(Protocol):
         """Return keys and values of all tokens computed so far, of each layer: [rows, heads, tokens, size]."""
         ...
 
+    @property
+    def states(self) -> list[Tensor]:
+        """Those of layers with a state, behind all tokens computed so far, each [rows, ...]."""
+        ...
+
 
 class Keeps(Protocol):
     """What keeps rows for later turns (turns.py)."""
 
     def keep_rows(self, decoded: Sequence[tuple[Tensor, Tensor]], rows: RowsInPass, which: Tensor) -> None: ...
+
+    def keep_states(self, states: Sequence[Tensor], rows: RowsInPass, which: Tensor) -> None: ...
 
 
 @dataclass
@@ -479,7 +496,9 @@ def complete(
 
         # Which rows have ended.
         if states is None:
-            go_on, longest, is_invalid = int(rows.active.sum()), length, bool(invalid)
+            before, go_on, longest, is_invalid = go_on, int(rows.active.sum()), length, bool(invalid)
+            if turns is not None and go_on < before:
+                turns.keep_states(passes.states, rows, (~rows.active & (rows.lengths == length)).nonzero()[:, 0])
         else:
             states.note()
             read, ordered = ordered, None
@@ -537,7 +556,8 @@ class GrowingRows:
             self._positions = self._positions[..., -1:]
 
     def rows_for(self, rows: int, go_on: int, left: int) -> int:
-        return go_on if go_on <= KEEP * rows else rows
+        stay = go_on if go_on < 3 else -(-go_on // 4) * 4  # products of three rows take longer than those of four
+        return stay if stay <= KEEP * rows else rows
 
     def move(self, rows: Tensor) -> None:
         self._lengths, gone = self._lengths.index_select(0, rows), 0
@@ -565,6 +585,10 @@ class GrowingRows:
         inputs = self._model.prepare_inputs_for_generation(tokens[:, None], next_sequence_length=1, **inputs)
         return self._model(**inputs, return_dict=True).logits[:, -1]
 
+    @property
+    def states(self) -> list[Tensor]:
+        return all_states(self._cache.layers)
+
     def decoded(self) -> list[tuple[Tensor, Tensor]]:
-        layers: list[Any] = [layer for layer in self._cache.layers if isinstance(layer, DynamicLayer)]
-        return [(layer.keys[:, :, self._width :], layer.values[:, :, self._width :]) for layer in layers]
+        held = [(layer.keys, layer.values) for layer in attending(self._cache.layers)]
+        return [(keys[:, :, self._width :], values[:, :, self._width :]) for keys, values in held]

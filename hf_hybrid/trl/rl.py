@@ -25,6 +25,7 @@ from hf_hybrid.compat import trl_error
 from hf_hybrid.machine import PendingRead, device_memory, sharding_of, shards_by_fsdp2, windows_may_change
 from hf_hybrid.optimizers import optimizer_name, steps_in_backward
 from hf_hybrid.part import Part, Step
+from hf_hybrid.plan.of_trainer import bytes_cached
 from hf_hybrid.recovery import free_memory, is_out_of_memory
 from hf_hybrid.rows.exchange import Exchange
 from hf_hybrid.rows.facts import Marks, of_user
@@ -163,6 +164,14 @@ class Rollouts(Part):
         for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
             pending.clear()
         self.of_users.begin()
+        has_turns = getattr(trainer, "tools", None) or getattr(trainer, "rollout_func", None)
+        if has_turns and not (trainer.decoding.off or trainer.use_vllm or trainer.memory.streams):
+            tokens = trainer.max_completion_length or 0
+            logger.info(
+                "Between turns keys and values of conversations wait: %.3g GiB for completions of %d tokens, and those of "
+                "prompts. Nothing waits if that is over half of the memory that is free then.",
+                bytes_cached(trainer, tokens) / 2**30, tokens,
+            )  # fmt: skip
         if trainer.memory.streams and not trainer.use_vllm:
             size, seconds = trainer.memory.streamer.copies_of_a_pass()
             tokens = trainer.max_completion_length

@@ -19,9 +19,10 @@ stays at the left of rows, so the pass has no gaps, and masks and windows are th
     . . p p p p a a|a t t t    kept keys and values of both rows, and a pass of four columns; of the second row the last
     p p p p p a a b|b b t t    kept token is computed again. Rows with more new tokens have a pass of their own
 
-Layers with a state cannot go back: a state is that behind a whole prompt, and what the model wrote is computed again.
-Padding inside of a row would change it. So passes have sizes of 64, 32, ... 1 tokens, each of the rows whose number of
-new tokens has it as a part, as numbers have powers of two.
+Layers with a state cannot go back: a state is that behind a whole prompt, or on a CPU that of a row when its last token
+was drawn. Captured passes go on before the host learns of it, and what the model wrote is computed again. Padding
+inside of a row would change a state. So passes have sizes of 64, 32, ... 1 tokens, each of the rows whose number of new
+tokens has it as a part, as numbers have powers of two.
 
 Images stand in front: where new tokens are of an image, everything is computed anew. So it is if the model has changed
 ([`identity_of`]), if it draws random numbers (a turn of TRL draws new ones for all tokens), and if two short rows in
@@ -43,7 +44,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from hf_hybrid.machine import device_memory
 from hf_hybrid.plan.accounting import host_memory
@@ -61,11 +61,12 @@ from hf_hybrid.trl.completions import (
     Prefilled,
     Prompts,
     RowsInPass,
+    all_states,
     at_slots,
+    attending,
     exchange_states,
     indices,
     padded,
-    states_of,
 )
 
 LAUNCHES = {"cpu": 32}
@@ -83,6 +84,8 @@ class Conversation(NamedTuple):
     """Where keys and values of each token are."""
     states: Sequence[Tensor] = ()
     """Those of all layers with a state, behind the last token, each [1, ...]."""
+    is_prompt: bool = True
+    """Whether the model wrote nothing behind the prompt."""
 
     def common(self, ids: bytes) -> int:
         """Return how many tokens other tokens begin with that these begin with too."""
@@ -126,10 +129,12 @@ class Turns:
         self._layers: list[Any] = []  # of a cache, without rows
         self._prompts: list[Conversation] = []  # those that are completed now
         self._left: list[tuple[Tensor, Tensor, int, int]] = []  # rows, their tokens, and where these are
+        self._states: dict[int, tuple[Tensor, ...]] = {}  # of rows that have ended, behind all tokens but the last
 
     def tensors(self) -> list[Tensor]:
         kept = [part for both in self._parts for parts in both for part in parts]
-        return kept + [state for conversation in self.known for state in conversation.states]
+        states = [conversation.states for conversation in self.known]
+        return [*itertools.chain(kept, *states, *self._states.values())]
 
     def begin(self, identity: Any) -> None:
         """Forget what a model that was another has computed, and what an error has left."""
@@ -137,6 +142,7 @@ class Turns:
             self.forget()
         self._identity = identity
         self._left.clear()
+        self._states.clear()
 
     def _add(self, layers: Sequence[tuple[Tensor, ...]]) -> int:
         """Keep keys and values of each layer, [rows, heads, tokens, size]. Return the first of their slots."""
@@ -147,10 +153,10 @@ class Turns:
         self._size += layers[0][0].shape[0] * layers[0][0].shape[2]
         return begin
 
-    def _has_room(self, layers: Sequence[tuple[Tensor, ...]]) -> bool:
+    def _has_room(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these may be kept too."""
-        device, taken = layers[0][0].device, sum(tensor.nbytes for tensor in self.tensors())
-        needed, free = sum(states.nbytes for both in layers for states in both), device_memory(device)
+        device, taken = tensors[0].device, sum(tensor.nbytes for tensor in self.tensors())
+        needed, free = sum(tensor.nbytes for tensor in tensors), device_memory(device)
         free = host_memory() if free is None else free
         if not self.is_full and taken + 2 * needed > (free + taken) / 2:
             self.is_full = True
@@ -168,7 +174,7 @@ class Turns:
         if not self.known:
             return None
         prompts, launches = generation.prompts, LAUNCHES.get(generation.input_ids.device.type, LAUNCHES_OF_OTHERS)
-        with_state = any(states_of(layer) for layer in self._layers)
+        with_state = bool(all_states(self._layers))
         now = [self._beginning_of(np.array(tokens, WORD).tobytes(), with_state) for tokens in prompts.tokens]
         new = [length - len(one.slots) for length, one in zip(prompts.lengths, now)]
         passes = passes_of(new, with_state)
@@ -220,7 +226,7 @@ class Turns:
         tokens = ids.index_select(0, first).gather(1, columns)
         prepared = generation.model.prepare_inputs_for_generation(tokens, next_sequence_length=size, **given)
         outputs = generation.model(**prepared, return_dict=True)
-        states = [state for layer in cache.layers for state in states_of(layer)]
+        states = all_states(cache.layers)
         begin = self._add([(layer.keys[:, :, -size:], layer.values[:, :, -size:]) for layer in attending(cache.layers)])
         for place, (row, one, end) in enumerate(zip(rows, now, ends)):
             own = np.arange(size - (end - len(one.slots)), size) + begin + place * size
@@ -232,7 +238,7 @@ class Turns:
         """Return a cache of rows of so many tokens, padded at the left; `None`: it has the flat rows in their place."""
         cache, device = copy.copy(generation.inputs[CACHE]), generation.input_ids.device
         cache.layers = [*map(copy.copy, self._layers)]
-        empty = [torch.zeros_like(state) for layer in self._layers for state in states_of(layer)]
+        empty = [*map(torch.zeros_like, all_states(self._layers))]
         states = map(torch.cat, zip(*(one.states or empty for one in rows)))
         table = None if width is None else self._table(rows, width).to(device, non_blocking=True)
         for layer in cache.layers:
@@ -255,7 +261,7 @@ class Turns:
     def keep_prompts(self, prompts: Prompts, prefilled: Prefilled) -> None:
         """Keep prompts that were computed without what is kept."""
         layers = [(layer.keys, layer.values) for layer in attending(prefilled.cache.layers)]
-        if not self._has_room(layers):
+        if not self._has_room([*itertools.chain(*layers)]):
             return
         if not self._layers:
             self._layers = [*map(copy.copy, prefilled.cache.layers)]
@@ -267,7 +273,7 @@ class Turns:
         places, width = prefilled.places, prefilled.width
         if places is None:
             places = np.arange(len(prompts.tokens) * width).reshape(-1, width)
-        states = [state for layer in prefilled.cache.layers for state in states_of(layer)]
+        states = all_states(prefilled.cache.layers)
         self._prompts = [
             Conversation(b"", begin + places[row, width - length :], [state[row : row + 1] for state in states])
             for row, length in enumerate(prompts.lengths)
@@ -281,12 +287,19 @@ class Turns:
         size].
         """
         count = decoded[0][0].shape[2]
-        if self.is_full or not count or self._prompts[0].states:
+        if self.is_full or not count or (self._prompts[0].states and not self._states):
             return
         of_rows = [tuple(states.index_select(0, which) for states in both) for both in decoded]
-        if self._has_room(of_rows):
+        if self._has_room([*itertools.chain(*of_rows)]):
             places = which if rows.places is None else rows.places.index_select(0, which)
             self._left.append((places, rows.lengths.index_select(0, which), self._add(of_rows), count))
+
+    def keep_states(self, states: Sequence[Tensor], rows: RowsInPass, which: Tensor) -> None:
+        """Keep the states, each [rows, ...], of rows that have ended: padding comes behind them."""
+        of_rows = [state.index_select(0, which) for state in states]
+        if of_rows and not self.is_full and self._has_room(of_rows):
+            places = which if rows.places is None else rows.places.index_select(0, which)
+            self._states |= dict(zip(places.tolist(), zip(*(state.split(1) for state in of_rows))))
 
     def note(self, prompts: Prompts, completions: Tensor) -> None:
         """Note the conversations: prompts and their completions, [rows, tokens of the longest], as far as computed."""
@@ -301,26 +314,25 @@ class Turns:
             kept[ids[number]] = self._prompts[number]
         for (*_, begin, count), rows, lengths in zip(self._left, left[::2], left[1::2]):
             for place, (row, length) in enumerate(zip(rows, lengths)):
-                number, own = prompts.owner[row], np.arange(min(length, count))
+                number, states = prompts.owner[row], self._states.get(row, ())
+                own = np.arange(min(length - bool(states), count))
                 slots = np.concatenate([self._prompts[number].slots, begin + place * count + own])
-                kept[ids[number] + tokens[row, : len(own)].astype(WORD).tobytes()] = Conversation(b"", slots)
+                if len(own) and len(states) == len(self._prompts[number].states):
+                    after = ids[number] + tokens[row, : len(own)].astype(WORD).tobytes()
+                    kept[after] = Conversation(b"", slots, states, is_prompt=False)
         everything = {**{one.ids: one for one in self.known}, **kept}
         ordered = sorted(everything)
         goes_on = {one for one, after in zip(ordered, ordered[1:]) if after.startswith(one)}
-        # Another conversation may go on from a state that one has gone on from.
-        ordered = [one for one in ordered if everything[one].states or one not in goes_on]
-        self.known = [everything[one]._replace(ids=one) for one in ordered]
+        # A template that changes what the model wrote goes on from the state of a prompt again.
+        goes_on -= {one for one in goes_on if everything[one].states and everything[one].is_prompt}
+        self.known = [everything[one]._replace(ids=one) for one in ordered if one not in goes_on]
+        self._states.clear()
 
 
 # When.
 
 
 PLAIN = (bool, int, float, str, type(None))
-
-
-def attending(layers: Sequence[Any]) -> list[Any]:
-    """Return the layers of a cache that hold keys and values."""
-    return [layer for layer in layers if isinstance(layer, DynamicLayer)]
 
 
 def structure_of(model: Any) -> Any:

@@ -281,6 +281,8 @@ def test_teachers_and_completions_count(config_file, plan, tmp_path):
     config = read_config(config_file)
     width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     assert many == 8 * 512 * int(SHORT[1]) * 4 * config.num_hidden_layers * width > 2 * of_tasks[3]
+    text, _ = plan(config_file, *SHORT, "--for", "grpo", "--gradient_accumulation_steps", "512", "--vram", "24GiB")
+    assert f"With tools up to {2 * many / 2**30:.3g} GiB more wait" in " ".join(text.split())  # a way without autocast
 
 
 def test_a_teacher_that_does_not_fit_is_streamed_alone(plan):

@@ -22,6 +22,7 @@ Tests import it as `rig`: pytest puts `tests/` on the path when it loads `confte
 | `launched.py` | the runs that two processes make under DDP |
 | `live_bytes.py` | how many bytes of tensors are alive, and their peak, without an allocator that counts |
 | `llama_cpp.mjs` | a GGUF file in llama.cpp: its loss and its token ids |
+| `own_generators.py` | a module of a user, with random generators of its own |
 | `pages.py` | a page of HTML taken apart |
 | `pairs.py` | pairs of words, tiny models of many kinds, and DPO of them |
 | `processes.py` | forked processes that train together, and one that imports everything anew |

@@ -134,7 +134,28 @@ def test_completions_are_those_of_generate(name, way, passes):
     assert decoding.counts["prompt_tokens_shared"] > inputs["attention_mask"].sum() * (COPIES - 1) // COPIES - 1
 
 
-def talk(name, decoding=None, between=lambda model: None):
+def shown(given, inputs, image):
+    """What `generate` is given if a tool shows each row a copy of the first image, in another brightness."""
+    grid, ids, mask, numbers = given["image_grid_thw"], given["input_ids"], inputs["attention_mask"], []
+    pixels, rows = [*given["pixel_values"].split(grid.prod(-1).tolist())], []
+    places, number = (ids[0] == image).nonzero(), 0
+    for row, left in enumerate((ids == image).sum(1)):
+        rows.append(torch.cat([inputs["input_ids"][row][mask[row] == 1], ids[0, places[0] - 1 : places[-1] + 2]]))
+        while left > 0:
+            left, number = left - grid[number].prod() // 4, number + 1
+            numbers.append(number - 1)
+        numbers.append(len(pixels))
+        pixels.append(pixels[0] * (row // COPIES + 1) / 8)
+    grid = torch.cat([grid, grid[:1].expand(len(rows), -1)])[numbers]
+    flipped = [torch.nn.utils.rnn.pad_sequence(of, True).flip(1) for of in (
+        [row.flip(0) for row in rows], [torch.ones_like(row) for row in rows],
+    )]  # fmt: skip
+    made = {"input_ids": flipped[0], "attention_mask": flipped[1], "image_grid_thw": grid}
+    kinds = {key: (flipped[0] == image).to(inputs[key].dtype) for key in ("mm_token_type_ids",) if key in inputs}
+    return {**inputs, **made, **kinds, "pixel_values": torch.cat([pixels[number] for number in numbers])}
+
+
+def talk(name, decoding=None, between=lambda model: None, shows=False):
     """Three turns with the images of the first: what the model says, the generator's state, and what it encoded."""
     model, processor = vision.vision_model(name)
     given, encoded = batch_of(name, processor), Encoded(name, model.eval())
@@ -149,10 +170,12 @@ def talk(name, decoding=None, between=lambda model: None):
         told = torch.randint(last - 9, last, (len(said[-1]), 6), generator=torch.Generator().manual_seed(turn))
         words = said[-1].where(said[-1] >= last - vision.WORDS, last)  # no tokens of images
         ids = torch.cat([words, told], dim=1)
-        ids[:, : given["input_ids"].shape[1]] = given["input_ids"]
+        ids[:, : inputs["input_ids"].shape[1]] = inputs["input_ids"]
         more = ids.shape[1] - inputs["input_ids"].shape[1]
         inputs |= {"input_ids": ids, "attention_mask": pad(inputs["attention_mask"], (0, more), value=1)}
         inputs |= {key: pad(inputs[key], (0, more)) for key in ("token_type_ids", "mm_token_type_ids") if key in inputs}
+        if shows and turn == 0:
+            inputs = shown(given, inputs, model.config.image_token_id)
         between(model)
     return said, torch.get_rng_state(), encoded.all
 
@@ -169,6 +192,19 @@ def test_later_turns_go_on_behind_images(name, passes):
     else:
         assert decoding.anew.because is None and len(encoded) == len(set(encoded))
         assert decoding.counts["prompt_tokens_shared"] > 3 * decoding.counts["prompt_tokens_computed"]
+
+
+@pytest.mark.parametrize("name", mostly_slow(["qwen2_vl", "qwen3_vl", "qwen3_5"], ["qwen2_vl"]))
+def test_images_that_a_tool_shows_are_computed(name, passes):
+    """They are encoded with those before, each once; the turn behind goes on again."""
+    (theirs, state, _), (ours, state_of_ours, encoded) = (
+        talk(name, shows=True),
+        talk(name, decoding := Decoding(off=False), shows=True),
+    )
+    assert all(map(torch.equal, theirs, ours)) and torch.equal(state, state_of_ours)
+    assert decoding.plain_because is None and decoding.anew.because is None
+    assert len(set(encoded)) > len(set(talk(name)[2])) and len(encoded) == len(set(encoded))
+    assert decoding.counts["prompt_tokens_shared"] > 2 * decoding.counts["prompt_tokens_computed"]
 
 
 def test_an_encoder_that_changes_between_turns_encodes_again():

@@ -12,6 +12,8 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from datasets import Dataset  # noqa: E402
+from rig import own_generators  # noqa: E402
+from rig.own_generators import drawn  # noqa: E402
 from rig.rollouts import MIDDLE, Stop, build, conversations, policy, reward  # noqa: E402
 from rig.trainers import fitted  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
@@ -234,6 +236,17 @@ def in_a_closure():
     return functools.partial(lambda other: mine.random(), other=numpy.random.RandomState(3))
 
 
+BY_NAME, TWO = {"one": random.Random(2), "world": World()}, (random.Random(4), [random.Random(6)])
+
+
+def in_containers():  # one level deep
+    return BY_NAME["one"].random() + TWO[0].random()
+
+
+def in_other_modules():
+    return own_generators.draw() + own_generators.OTHER.random() + drawn()
+
+
 def test_generators_of_functions_and_objects_are_found():
     place = Place()
     of_place = [place.shared, DRAW.__self__, NORMAL.__self__, OWN, place.world.inside]
@@ -243,6 +256,8 @@ def test_generators_of_functions_and_objects_are_found():
         (place, of_place),
         (place.reset, of_place),
         (CheckedReward("judge", in_a_comprehension), [OWN, ARRAYS]),
+        (in_containers, [BY_NAME["one"], BY_NAME["world"].inside, TWO[0]]),
+        (in_other_modules, [own_generators.OTHER, own_generators.ARRAYS, own_generators.INSIDE]),
         (given, [given.func.__closure__[0].cell_contents, given.keywords["other"]]),
         (torch.nn.Linear(2, 2).forward, []),
         (print, []),
