@@ -168,8 +168,8 @@ class Rollouts(Part):
         if has_turns and not (trainer.decoding.off or trainer.use_vllm or trainer.memory.streams):
             tokens = trainer.max_completion_length or 0
             logger.info(
-                "Between turns keys and values of conversations wait: %.3g GiB for completions of %d tokens, and those of "
-                "prompts. Nothing waits if that is over half of the memory that is free then.",
+                "Between turns keys and values of conversations wait: %.3g GiB for completions of %d tokens, and of "
+                "their prompts. Nothing waits if that is over half of the memory that is free then.",
                 bytes_cached(trainer, tokens) / 2**30, tokens,
             )  # fmt: skip
         if trainer.memory.streams and not trainer.use_vllm:
