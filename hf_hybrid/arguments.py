@@ -140,11 +140,10 @@ class HybridArguments:
         "Default: by direction (3 for orthogonal, 4 for gradient_memory, 1 for none), times 0.5, 1, 2, 0 by preset.",
         at_least=0,
     )
-    planner: Literal["schedule", "dynamics", "bandit"] = option(
+    planner: Literal["schedule", "dynamics"] = option(
         "schedule",
-        "What chooses the gain and the worth of leaps. schedule: leap_gain and leap_worth. bandit: multiples of the "
-        "schedule, by what earlier leaps earned. dynamics: a world model, which imagines the rest of the run with and "
-        "without leaps.",
+        "What chooses the gain and the worth of leaps. schedule: leap_gain and leap_worth. dynamics: a world model, "
+        "which imagines the rest of the run with and without leaps.",
     )
     leap_worth: Optional[float] = option(
         None,

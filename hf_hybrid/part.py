@@ -89,7 +89,7 @@ class Action(str, enum.Enum):
     SKIP_BATCH = "skip_batch"
     """Drop these gradients: the optimizer does not step."""
     RESET_PREDICTOR = "reset_predictor"
-    """Reset the direction's averages and the residuals."""
+    """Reset the direction's averages."""
     ABORT = "abort"
     """Stop, and name the last good checkpoint."""
 
@@ -134,8 +134,6 @@ class Leap:
     worse_in: str | None = None  # why the probe refused the leap as it was asked for: `loss` or `accuracy`
     e: float | None = None
     """Immediate gain in real steps by the probe: fall of the loss over its fall per real step before the leap."""
-    cosine: float | None = None  # of the leap with what the real steps of Correct did
-    norm_ratio: float | None = None  # length of what those did over that of the leap, each per unit of learning rate
     forecast_error: float | None = None  # mean training loss in Correct minus the forecast of the trend before it
     probe_cost_steps: float = 0.0  # price of its probe in real steps
     decrease: float = 0.0
@@ -144,11 +142,10 @@ class Leap:
     forecast: float | None = None  # loss that the trend before the leap forecast
     deviation: float = 0.0  # around that trend
     losses: list[float] = field(default_factory=list)  # of the training since the leap
-    rate: float = 0.0  # its gain times the learning rates of the real steps before it, added up
 
     def summary(self) -> dict:
         """Return plain values for summaries and JSON, with `None` for numbers that are not finite."""
-        inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses", "rate")
+        inner = ("decrease", "under_test", "real_steps", "forecast", "deviation", "losses")
         values = {name: value for name, value in asdict(self).items() if name not in inner}
         return {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
 

@@ -24,7 +24,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridTrainer, Part
 from hf_hybrid.compat import checkpointing_option
-from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps import trajectory as trajectory_module
 from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.recovery import UnrecoveredMemoryError, UnsplittableBatchError, is_out_of_memory, split_batch
@@ -352,7 +351,7 @@ class Remember(TrainerCallback):
 
 def train_watched(folder, **options):
     around = WeightsAround()
-    trainer = build(folder, callbacks=[Remember(around)], parts=[around, LeapResiduals()], max_steps=16, **options)
+    trainer = build(folder, callbacks=[Remember(around)], parts=[around], max_steps=16, **options)
     around.trainer = trainer
     trainer.train()
     return trainer, around
@@ -370,7 +369,7 @@ def test_a_leap_that_does_not_fit_is_undone_to_the_last_bit(tmp_path, monkeypatc
     target, name, call = {
         "snapshot": (trajectory_module.Trajectory, "_save", 1),
         "middle": (trajectory_module, "_add", 2),
-        "end": (LeapResiduals, "leap_made", 1),
+        "end": (trajectory_module.Trajectory, "_begin_block", 1),
     }[place]
     calls = fails_at(monkeypatch, target, name, call)
     trainer, around = train_watched(tmp_path, memory=memory)
@@ -410,21 +409,7 @@ def test_probes_compute_no_more_at_a_time_than_steps_do(tmp_path):
     assert device.failed and any(leap["loss_before"] is not None for leap in trainer.hybrid_summary()["leaps"])
 
 
-# Correct, and what looks at gradients.
-
-
-def test_a_judgement_that_does_not_fit_costs_its_lesson_only(tmp_path, monkeypatch):
-    calls = fails_at(monkeypatch, LeapResiduals, "judge", 1)
-    trainer = build(tmp_path / "limited", max_steps=16, parts=[LeapResiduals()])
-    trainer.train()
-    free = build(tmp_path / "free", max_steps=16, parts=[LeapResiduals()])
-    free.train()
-    (event,) = events(trainer)
-    assert event["action"] == "residuals missed a leap"
-    first, second = trainer.hybrid_summary(), free.hybrid_summary()
-    assert first["steps_by_phase"] == second["steps_by_phase"] and len(calls) > 1
-    assert [leap["verdict"] for leap in first["leaps"]] == [leap["verdict"] for leap in second["leaps"]]
-    assert_same_weights(weights(trainer.model), weights(free.model))
+# What looks at gradients.
 
 
 def test_a_gradient_that_the_predictor_cannot_take_in_still_trains(tmp_path, monkeypatch):

@@ -91,8 +91,7 @@ ARMS = {
         ),
         Arm("gradient_memory", "leaps along gradient memory", {"direction": "gradient_memory"}),
         Arm("drift", "leaps along the drift", {}, direction=_direction("drift", "Drift")),
-        # Planners.
-        Arm("planner-bandit", "gain by a contextual bandit", {"planner": "bandit"}),
+        # The planner.
         Arm("planner-dynamics", "gain by imagination", {"planner": "dynamics"}),
         # Controls.
         Arm(

@@ -43,7 +43,7 @@ from hf_hybrid.forecast.run_forecast import schedule_of
 from hf_hybrid.leaps.leap import Leaps
 
 SHARES = (0.1, 0.2, 0.5)
-PLANNERS = ("schedule", "bandit", "dynamics")
+PLANNERS = ("schedule", "dynamics")
 DRAWS = 2000
 LENGTH, HELD_OUT = 64, 256
 

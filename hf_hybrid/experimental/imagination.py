@@ -19,19 +19,32 @@ the decay of the learning rate earlier and look better for that alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hf_hybrid.experimental.dynamics import DynamicsModel
-from hf_hybrid.experimental.observer import LearningPlanner, Stretch
+from hf_hybrid.leaps.trust import GainPlanner
 
 START_WEIGHTS = Path(__file__).parent / "rssm_start.safetensors"
 
 
-class ImaginedGain(LearningPlanner):
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of real steps as the planner sees it."""
+
+    features: Sequence[float]  # at its end, as progress and rate are
+    loss: float
+    gain: float  # what leaps moved, in units of what the real steps moved
+    horizon: float  # skipped steps per real step
+    progress: float  # share of the run
+    rate: float  # learning rate over its peak
+
+
+class ImaginedGain(GainPlanner):
     """
     Chooses the multiple of the schedule whose imagined loss is lowest, after every stretch.
 

@@ -1,5 +1,5 @@
 """
-What a planner that learns is shown of a run: the signals of each step, gathered into stretches.
+What the planner that learns is shown of a run: the signals of each step, gathered into stretches.
 
 [`PlannerObserver`] turns each step into 64 signals (signals.py), measures the optimizer's moments now and then, and
 keeps a confidence in leaps. It hands the planner a [`Stretch`] of ten real steps or more at a time: their loss, the
@@ -10,44 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hf_hybrid.experimental.imagination import ImaginedGain, Stretch
 from hf_hybrid.experimental.signals import SignalObserver, StepSignals
 from hf_hybrid.leaps.leap import LeapObserver, Leaps
 from hf_hybrid.leaps.trajectory import Trajectory
-from hf_hybrid.leaps.trust import GainPlanner
 from hf_hybrid.part import NORMAL, Action, Leap, Level, Step, Verdict
 from hf_hybrid.run.run import Run
 from hf_hybrid.run.weights import inner_product, sums_of_squares
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """A stretch of real steps as planners see it."""
-
-    features: Sequence[float]  # at its end, as progress and rate are
-    loss: float
-    gain: float  # what leaps moved, in units of what the real steps moved
-    horizon: float  # skipped steps per real step
-    progress: float  # share of the run
-    rate: float  # learning rate over its peak
-
-
-class LearningPlanner(GainPlanner):
-    """A planner that is shown each complete stretch."""
-
-    confidence: float | None = None
-    """Probability that leaping pays, in `[0, 1]`; `None` if the planner does not estimate it."""
-
-    def observe(self, stretch: Stretch) -> None:
-        raise NotImplementedError
-
-
 class StretchCounter:
-    """Gathers steps and leaps into stretches of `stride` real steps, from which planners learn."""
+    """Gathers steps and leaps into stretches of `stride` real steps, from which the planner learns."""
 
     def __init__(self, stride: int):
         self.stride = stride
@@ -76,7 +53,7 @@ class StretchCounter:
 class Confidence:
     """
     Trust in the next leap, one of the signals: the posterior share of kept leaps, times the stability of the run, times
-    the planner's probability that leaping pays, if it has one.
+    the planner's probability that leaping pays.
     """
 
     PRIOR_KEPT, PRIOR_REJECTED, EVIDENCE_HALF_LIFE = 3.0, 1.0, 50.0
@@ -94,11 +71,11 @@ class Confidence:
         target = {Level.NORMAL: 1.0, Level.CAUTION: 0.9, Level.WARNING: 0.5, Level.CRITICAL: 0.25}[level]
         self.stability = target if target < self.stability else self.stability + 0.1 * (1.0 - self.stability)
 
-    def value(self, believed: float | None) -> float:
-        """Return the confidence in `[0, 1]`; `believed` is the planner's probability that leaping pays, if any."""
+    def value(self, believed: float) -> float:
+        """Return the confidence in `[0, 1]`; `believed` is the planner's probability that leaping pays."""
         kept = self.PRIOR_KEPT + self.kept
         share = kept / (kept + self.PRIOR_REJECTED + self.rejected)
-        return self.stability * share * (1.0 if believed is None else believed)
+        return self.stability * share * believed
 
 
 class PlannerObserver(LeapObserver):
@@ -108,7 +85,7 @@ class PlannerObserver(LeapObserver):
     STATISTICS_EVERY = 8
     """Real steps between measurements of the optimizer's moments: they cost a pass over its states."""
 
-    def __init__(self, planner: LearningPlanner, *, stride: int, max_grad_norm: float):
+    def __init__(self, planner: ImaginedGain, *, stride: int, max_grad_norm: float):
         self.planner, self.max_grad_norm = planner, max_grad_norm
         self.signals, self.stretches, self.sureness = SignalObserver(), StretchCounter(stride), Confidence()
         self.linearity = 0.0

@@ -13,9 +13,9 @@ The course of things:
     Predict  the leap is made, and the steps that it is worth are skipped
     Correct  real steps at the new point; then the leap is accepted or rolled back -> Predict or Full
 
-How far a leap goes is the planner's business ([`GainPlanner`]): a constant gain by default, a bandit, or a world model
-that imagines the run with and without leaps. Its worth is credit: `worth` steps per real step at full gain add up, and
-whole steps are redeemed.
+How far a leap goes is the planner's business ([`GainPlanner`]): a constant gain by default, or a world model that
+imagines the run with and without leaps. Its worth is credit: `worth` steps per real step at full gain add up, and whole
+steps are redeemed.
 
 How a bad leap is caught. A leap that is probed is compared on sequences that training is about to use, before and after
 (probe.py). It stays unless it is clearly worse, because a good leap often looks neutral at first. One that is worse, or
@@ -143,16 +143,10 @@ class PhaseController:
 
 
 class LeapObserver(Part):
-    """A part that also follows each leap, as residuals and the signals of planners do."""
-
-    def before_leap(self, leaps: Leaps, leap: Leap) -> None:
-        """Called when a leap is about to be made."""
-
-    def leap_written(self, leaps: Leaps, leap: Leap) -> None:
-        """Called when it is written into the weights. It is still undone if this raises an exception."""
+    """A part that also follows each leap, as the signals of the world model do."""
 
     def leap_tried(self, leaps: Leaps, leap: Leap) -> None:
-        """Called when its probe is over and the weights are final until Correct."""
+        """Called when the probe of a leap is over and the weights are final until Correct."""
 
     def leap_accepted(self, leaps: Leaps, leap: Leap) -> None:
         """Called at the end of Correct when the leap stays, before the way back is closed."""
@@ -249,7 +243,6 @@ class Leaps(Part):
         if not trajectory.direction.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
             return 0.0
         trajectory.clock.progress = leap.step / self.max_steps
-        self._notify("before_leap", leap)
         # A block that grew long during a back-off must not become one long leap.
         longest = max(lengths.full + lengths.correct, self.shortest_block)
         gain = self.gains.gain(trajectory.clock.progress) * self.trust.level
@@ -326,9 +319,7 @@ class Leaps(Part):
         losses = self._recent_losses()
         if len(losses) >= MIN_FORECAST:
             leap.forecast, leap.deviation = robust_trend(losses)
-        leap.rate = leap.gain * self.trajectory.clock.lr_sum
         self.trajectory.keep()
-        self._notify("leap_written", leap)
 
     def _reject(self, leap: Leap | None) -> None:
         self.trust.leap_was_rejected()

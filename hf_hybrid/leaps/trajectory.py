@@ -65,8 +65,6 @@ class Trajectory:
         self.clock = Clock(lr_sums=[0.0] * len(weights.optimizer.param_groups))
         self.context = DirectionContext(weights, self.clock, memory_steps=memory_steps, host=host, matrices=matrices)
         self.direction = direction(self.context)
-        self.gain_factors: list[float] | None = None
-        """One factor per parameter on the gain of the next leap."""
         self.reach = 0.0
         """Relative norm of the last leap per unit of gain times learning rate; 0 before the first."""
         self.formed = 0
@@ -198,8 +196,7 @@ class Trajectory:
         parameter = self.parameters[index]
         out = self.context.scratch(parameter, self.context.device_of(parameter))
         displacement = self.direction.displacement(index, out)
-        factor = 1.0 if self.gain_factors is None else self.gain_factors[index]
-        return None if displacement is None else displacement.mul_(factor * gain * self.context.lr_sum(index))
+        return None if displacement is None else displacement.mul_(gain * self.context.lr_sum(index))
 
     def _apply(self, gain: float) -> tuple[float, float]:
         """Write the leap into weights that compute in place, and return its relative norm and predicted decrease."""

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from hf_hybrid.leaps.probe import Probe
 
-# How far leaps go, and how many steps they are worth. The schedule learns nothing. Planners of experimental/ subclass
-# it and learn from the run; they did not beat it (docs/results.md), and are loaded only if `planner` names them.
+# How far leaps go, and how many steps they are worth. The schedule learns nothing. The planner of experimental/
+# subclasses it and learns from the run; it did not beat it (docs/results.md), and is loaded only if `planner` names it.
 # `gain(progress)` is how far a leap made now goes, in units of what the real steps since the last leap moved.
 
 
 class GainPlanner:
     """
-    The schedule, and the base class of the other planners.
+    The schedule, and the base class of the other planner.
 
     With `power` 2 early leaps are small: along long memories early directions are soon obsolete and early leaps hurt,
     late ones last. With `power` 0 the gain is constant. A leap's displacement is also proportional to the learning

@@ -147,7 +147,7 @@ _SECTIONS = {
     "Leaps": [
         ("What became of them", "leaps.by_verdict", "name value"),
         ("The last leaps", "leap_records",
-         "step verdict gain horizon worth e loss_before loss_after cosine norm_ratio forecast_error"),
+         "step verdict gain horizon worth e loss_before loss_after forecast_error"),
     ],
     "Memory": [
         ("Peaks within a step", "memory.by_phase", f"name records step_seconds.mean {_PEAKS}"),

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_hybrid.part import Leap, Phase
@@ -90,10 +90,11 @@ class RunRecord:
         """Restore a saved record, from `asdict`."""
         for name in vars(self):
             setattr(self, name, state[name])
-        self.leaps = []
+        self.leaps, known = [], {field.name for field in fields(Leap)}
         for leap in state["leaps"]:
             infinite: dict = {name: float(value) for name, value in leap.items() if value in ("inf", "-inf")}
-            self.leaps.append(Leap(**{**leap, **infinite}))  # text in a checkpoint, because JSON has no infinity
+            # Text in a checkpoint, because JSON has no infinity. Earlier versions measured more of a leap.
+            self.leaps.append(Leap(**{name: value for name, value in {**leap, **infinite}.items() if name in known}))
 
 
 class RunView(Protocol):

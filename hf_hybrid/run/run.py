@@ -58,7 +58,6 @@ ABSENT: dict[str, Any] = {
     "buffer_bytes": {},
     "bytes_sent": 0,
     "learning_rate_scale": 1.0,
-    "displacement_residuals": {},
     "forecast": None,
 }
 """Entries of the summary whose parts are not in the run."""

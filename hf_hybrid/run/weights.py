@@ -32,7 +32,6 @@ processes.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -45,9 +44,6 @@ from hf_hybrid.optimizers import LIBRARIES, package_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-SAMPLE = 4096
-"""Most elements of a parameter that [`Whole.sample`] takes."""
 
 
 # Sums over many tensors, with a single synchronisation and without temporaries of their size.
@@ -136,26 +132,10 @@ class Whole:
         sums = totals(lists)
         return lambda: sums
 
-    def stride(self, index: int) -> int:
-        """Return the distance between elements of [`sample`] in the flat parameter."""
-        return max(1, math.ceil(self.shape(index).numel() / SAMPLE))
-
-    def weight(self, index: int) -> float:
-        """Return how many elements of a parameter one element of [`sample`] stands for."""
-        count = self.shape(index).numel()
-        return count / max(math.ceil(count / self.stride(index)), 1)
-
-    def sample(self, index: int, tensor: Tensor) -> Tensor:
-        """
-        Return at most `SAMPLE` evenly spaced elements of a parameter, or of a tensor that is shaped as this process's
-        part of it: those of them that this process holds. The result is a view if the tensor is contiguous.
-        """
-        return tensor.detach().reshape(-1)[:: self.stride(index)]
-
     def whole(self, index: int, tensor: Tensor) -> Tensor:
         """
-        Return the whole of a tensor that is shaped as this process's part of a parameter, or that [`sample`] returned,
-        on the first process; an empty tensor on others. All processes must call this.
+        Return the whole of a tensor that is shaped as this process's part of a parameter, on the first process; an
+        empty tensor on others. All processes must call this.
         """
         return tensor.contiguous()
 
@@ -200,17 +180,6 @@ class Shards(Whole):
         most = -(-shape[0] // self.processes)
         return [max(min(most, shape[0] - process * most), 0) for process in range(self.processes)]
 
-    def _bounds(self, index: int) -> tuple[int, int]:
-        """Return where this process's part of a parameter begins and ends in the flat parameter."""
-        rows, columns = self._rows(self.shape(index)), math.prod(self.shape(index)[1:])
-        start = sum(rows[: self._rank]) * columns
-        return start, start + rows[self._rank] * columns
-
-    def sample(self, index: int, tensor: Tensor) -> Tensor:
-        start, _ = self._bounds(index)
-        stride = self.stride(index)
-        return tensor.detach().reshape(-1)[-start % stride :: stride]
-
     def in_rounds(
         self, tasks: Iterable[tuple[Any, torch.Size, Tensor]], function: Callable[[Any, Tensor], Tensor]
     ) -> Iterator[tuple[Any, Tensor]]:
@@ -243,27 +212,20 @@ class Shards(Whole):
         return taken
 
     def whole(self, index: int, tensor: Tensor) -> Tensor:
-        is_part = tensor.shape == self.parameters[index].shape
-        if not is_part and tensor.ndim != 1:
+        if tensor.shape != self.parameters[index].shape:
             raise ValueError(
                 f"A buffer of shape {tuple(tensor.shape)} cannot be saved under FSDP2, where buffers of a `Direction` "
-                f"must be shaped as the part of the parameter that is held here ({tuple(self.parameters[index].shape)})"
-                ", or be what `context.shards.sample` returns."
+                f"must be shaped as the part of a parameter that is held here ({tuple(self.parameters[index].shape)})."
             )
         parts: list[Any] | None = [None] * self.processes if self._rank == 0 else None
         flat = tensor.detach().cpu().reshape(-1).clone()  # a view would be sent with all of its storage
         self._distributed.gather_object(flat, parts, group=self._group, group_dst=0)
         if parts is None:
             return tensor.new_empty(0, device="cpu")
-        full_tensor = torch.cat(parts)
-        return full_tensor.view(self.shape(index)) if is_part else full_tensor
+        return torch.cat(parts).view(self.shape(index))
 
     def part(self, index: int, tensor: Tensor) -> Tensor:
-        start, end = self._bounds(index)
-        if tensor.shape == self.shape(index):
-            return tensor.reshape(-1)[start:end].view(self.parameters[index].shape)
-        stride = self.stride(index)
-        return tensor[-(-start // stride) : -(-end // stride)]
+        return tensor.split(self._rows(self.shape(index)))[self._rank]
 
 
 class _Parts(Sequence[Tensor]):

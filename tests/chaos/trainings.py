@@ -103,7 +103,7 @@ class Steps(TrainerCallback):
 def hybrid(model, folder: Path, rows: ByteText, mode: Mode, callbacks: list, **options):
     config = hybrid_config(folder, **{**OPTIONS, **mode.options, **options})
     sets = {"train_dataset": mode.data(rows), "eval_dataset": rows}
-    trainer = HybridTrainer(model, config, **sets, callbacks=callbacks, parts=[part() for part in mode.parts])
+    trainer = HybridTrainer(model, config, **sets, callbacks=callbacks)
     trainer.probe_sequences = 2
     return trainer
 
@@ -123,13 +123,6 @@ def supervised(model, folder: Path, rows: ByteText, mode: Mode, callbacks: list,
     return trainer
 
 
-def correcting():
-    """Corrects gains by residuals."""
-    from hf_hybrid.experimental.residuals import LeapResiduals
-
-    return LeapResiduals(correct_gain=True)
-
-
 @dataclass(frozen=True)
 class Mode:
     """
@@ -139,7 +132,6 @@ class Mode:
         options (`dict`): Of the configuration.
         model, data, build (`Callable`): Make the model, the data set from rows, and the trainer from both.
         callbacks (`tuple`): Classes of callbacks.
-        parts (`tuple`): Functions that make parts.
         processes (`int`): 2: with DDP over gloo.
         needs (`tuple[str]`): Packages without which the mode is left out.
     """
@@ -149,7 +141,6 @@ class Mode:
     data: Callable = lambda rows: rows
     build: Callable = hybrid
     callbacks: tuple = ()
-    parts: tuple[Callable, ...] = ()
     processes: int = 1
     needs: tuple[str, ...] = ()
 
@@ -162,13 +153,12 @@ MODES: dict[str, Mode] = {
     "every step, last two kept": Mode({**EVERY, "save_total_limit": 2}),
     "plain": Mode({"enable_predict": False}),
     "plain, every step": Mode({**EVERY, "enable_predict": False, "save_total_limit": 1}),
-    "gradient memory": Mode({"direction": "gradient_memory", **EVERY}, parts=(correcting,)),
+    "gradient memory": Mode({"direction": "gradient_memory", **EVERY}),
     "frozen control": Mode({"direction": "none"}),
     "aggressive": Mode({"preset": "aggressive"}),
     "fast": Mode({"preset": "fast"}),
     "auto_lr": Mode({"auto_lr": "on", "learning_rate": 1e-4, **EVERY}),
     "dynamics": Mode({"planner": "dynamics", "max_steps": 40}),
-    "bandit": Mode({"planner": "bandit", "max_steps": 40}),
     "epochs": Mode({"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 4}),
     "save by epoch": Mode({"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 4,
                            "per_device_train_batch_size": 4}),

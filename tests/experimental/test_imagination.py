@@ -11,8 +11,7 @@ from synthetic_runs import make_run, new_rssm
 import hf_hybrid
 from hf_hybrid.experimental import imagination
 from hf_hybrid.experimental.dynamics import DynamicsModel
-from hf_hybrid.experimental.imagination import ImaginedGain
-from hf_hybrid.experimental.observer import Stretch
+from hf_hybrid.experimental.imagination import ImaginedGain, Stretch
 from hf_hybrid.experimental.planners import STRETCH_STEPS
 from hf_hybrid.experimental.rssm import RSSM
 from hf_hybrid.leaps.trust import GainPlanner

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from hf_hybrid.experimental.observer import Stretch, StretchCounter
+from hf_hybrid.experimental.imagination import Stretch
+from hf_hybrid.experimental.observer import StretchCounter
 
 pytestmark = pytest.mark.slow
 

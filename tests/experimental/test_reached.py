@@ -7,12 +7,9 @@ from conftest import assert_same_weights, losses, weights
 from rig import trainers
 
 from hf_hybrid import Part
-from hf_hybrid.experimental.residuals import LeapResiduals
 
 OPTIONS = {
     "dynamics": ({"planner": "dynamics"}, "planner_observer"),
-    "bandit": ({"planner": "bandit"}, "planner_observer"),
-    "residuals": ({"corrects": True}, "leap_residuals"),
     "int8": ({"weight_precision": "predict=int8", "probe_budget": 1.0}, "phase_memory"),
     "bf16": ({"weight_precision": "full=bf16", "bf16": True}, "phase_memory"),
     "host": ({"predict_states": "host"}, "phase_memory"),
@@ -26,10 +23,10 @@ class Seen(Part):
         self.modules = {part.name: type(part).__module__ for part in run.parts}
 
 
-def train(folder, *, resume=None, corrects=False, **options):
-    parts = [Seen(), *([LeapResiduals(correct_gain=True)] if corrects else [])]
+def train(folder, *, resume=None, **options):
+    seen = Seen()
     values = {"max_steps": 36, "save_strategy": "steps", "save_steps": 22, "model_seed": 0, **options}
-    return trainers.train(folder, parts=parts, resume=resume, **values), parts[0]
+    return trainers.train(folder, parts=[seen], resume=resume, **values), seen
 
 
 @pytest.fixture
@@ -50,10 +47,9 @@ def test_an_option_adds_its_part_and_resumes_to_the_last_bit(option, tmp_path):
     resumed, _ = train(tmp_path / "resumed", resume=str(tmp_path / "checkpoint-22"), **options)
     assert_same_weights(weights(resumed.model), weights(whole.model))
     told = [trainer.hybrid_summary() for trainer in (whole, resumed)]
-    for name in ("planner", "leaps", "displacement_residuals"):
+    for name in ("planner", "leaps"):
         assert told[0].get(name) == told[1].get(name), name
     assert bool(told[0]["planner"]) == (option == "dynamics")
-    assert bool(told[0].get("displacement_residuals")) == (option == "residuals")
 
 
 def test_a_run_that_asks_for_none_loads_none(unloaded, tmp_path):

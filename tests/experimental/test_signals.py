@@ -79,7 +79,9 @@ def test_no_feature_is_constant_over_a_real_run(tmp_path):
     """Every one of the 64 carries something: it takes several values in an ordinary run."""
     watcher = Watcher()
     # Rescue on, so that the scale of the learning rate moves too.
-    config = hybrid_config(tmp_path, max_steps=120, learning_rate=1e-4, auto_lr="on", warmup_steps=10, planner="bandit")
+    config = hybrid_config(
+        tmp_path, max_steps=120, learning_rate=1e-4, auto_lr="on", warmup_steps=10, planner="dynamics"
+    )
     watcher.trainer = HybridTrainer(tiny_model(), config, train_dataset=ByteText(800), parts=[watcher])
     watcher.trainer.train()
     rows = watcher.rows[1:]

@@ -25,7 +25,7 @@ def test_one_run_has_every_score(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["verdict", "--runs", "1", "--results", str(tmp_path / "results.jsonl")])
     verdict.main()
     (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    assert list(row["crps"]) == ["10%", "20%", "50%"] and list(row["over_schedule"]) == ["bandit", "dynamics"]
+    assert list(row["crps"]) == ["10%", "20%", "50%"] and list(row["over_schedule"]) == ["dynamics"]
     for scores in row["crps"].values():
         assert list(scores) == ["persistence", "past curves", "laws", "both", "world model"]
         assert all(0 < score < 5 for score in scores.values())

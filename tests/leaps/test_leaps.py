@@ -22,7 +22,6 @@ from rig import trainers
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_hybrid import HybridConfig, HybridTrainer
-from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps.directions import Orthogonal
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.leaps.trust import GainPlanner
@@ -47,20 +46,15 @@ def train(folder, model=None, **options):
 
 
 def test_every_leap_tells_what_it_was_and_what_became_of_it(tmp_path):
-    summary = train(tmp_path, max_steps=50, parts=[LeapResiduals()]).hybrid_summary()
+    summary = train(tmp_path, max_steps=50).hybrid_summary()
     leaps = summary["leaps"]
     assert {leap["verdict"] for leap in leaps} >= {"unprobed", "kept"} and len(leaps) > 8
     for leap in leaps[:-1]:  # the last one may not have been judged
         probed = leap["verdict"] != "unprobed"
         assert leap["verdict"] in SEEN and leap["gain"] > 0 and 0 < leap["relative_norm"] <= 0.5 + 1e-6
-        assert -1 <= leap["cosine"] <= 1 and leap["norm_ratio"] > 0
         assert probed or leap["e"] is None, "without a probe nobody knows what a leap gained"
         assert (leap["probe_cost_steps"] > 0) == probed == (leap["loss_after"] is not None)
     assert sum(leap["probe_cost_steps"] for leap in leaps) == pytest.approx(summary["probe_cost_steps"])
-    judged = [leap for leap in leaps if leap["cosine"] is not None]
-    groups = summary["displacement_residuals"]
-    assert {"model.layers.*.mlp.up_proj.weight", "model.norm.weight"} <= groups.keys()
-    assert all(group["leaps"] == len(judged) for group in groups.values())
 
 
 def test_a_probed_leap_is_worth_its_fall_of_the_held_out_loss(tmp_path):
@@ -86,25 +80,18 @@ def test_a_planner_that_wants_no_leap_makes_none(tmp_path, monkeypatch):
 # Resuming.
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"planner": "bandit", "corrects": True}, {"direction": "gradient_memory"}, {"memory": "stream"}],
-    ids=["bandit and corrected gains", "gradient memory", "streamed"],
-)
+@pytest.mark.parametrize("options", [{"direction": "gradient_memory"}, {"memory": "stream"}])
 @pytest.mark.long
 def test_a_run_resumes_bit_for_bit(options, tmp_path):
     options = {"max_steps": 48, "save_strategy": "steps", "save_steps": 19, **options}
-    corrects = options.pop("corrects", False)
-    parts = lambda: [LeapResiduals(correct_gain=True)] if corrects else []  # noqa: E731
-    whole = train(tmp_path / "whole", parts=parts(), **options)
+    whole = train(tmp_path / "whole", **options)
     summary = whole.hybrid_summary()
     assert losses(whole)[-1] < losses(whole)[0] - 0.5 and len(summary["leaps"]) > 5
     for step in (19, 38):
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
-        resumed = train(tmp_path / f"again-{step}", resume=checkpoint, parts=parts(), **options)
+        resumed = train(tmp_path / f"again-{step}", resume=checkpoint, **options)
         assert_same_weights(weights(resumed.model), weights(whole.model))
-        for name in ("leaps", *(["displacement_residuals"] if corrects else [])):
-            assert resumed.hybrid_summary()[name] == summary[name]
+        assert resumed.hybrid_summary()["leaps"] == summary["leaps"]
 
 
 # Wherever the weights are, and of adapters.

@@ -162,9 +162,8 @@ def documented(prefix: str) -> list[str]:
 
 
 def test_the_page_lists_every_value(tmp_path):
-    trainer = make(
-        tmp_path, disable_tqdm=True, max_steps=20, eval_strategy="steps", eval_steps=10, auto_lr="on", planner="bandit"
-    )
+    options = {"eval_strategy": "steps", "eval_steps": 10, "auto_lr": "on", "planner": "dynamics"}
+    trainer = make(tmp_path, disable_tqdm=True, max_steps=20, **options)
     output = trainer.train()
     history = trainer.state.log_history
     assert {entry["hybrid/phase"] for entry in history if "loss" in entry} == {0, 1, 3}

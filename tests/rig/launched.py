@@ -16,7 +16,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps.trajectory import Trajectory
 
 STEPS = 28
@@ -45,8 +44,7 @@ RUNS = {
     "off_whole": {**OFF, **UNSAVED, "samples": 60},
     "off_resumed": {**OFF, **UNSAVED, "samples": 60, "resumes": "off_killed"},
     # Leaps that hurt and are probed, a batch that is no number on one process, accumulated gradients.
-    "looked": {**SHORT, "hurts": True, "max_steps": 20, "gradient_accumulation_steps": 2, "corrects": True,
-               "probe_budget": 1.0},
+    "looked": {**SHORT, "hurts": True, "max_steps": 20, "gradient_accumulation_steps": 2, "probe_budget": 1.0},
     # Leaps that hurt and that nobody looks at before Correct.
     "unseen": {"hurts": True, "probe_budget": 0.0, "divergence_threshold": 3.0, "direction": "gradient_memory"},
     "muon": {"max_steps": 8, "optim": "muon", "direction": "auto"},
@@ -119,14 +117,13 @@ def hurting():
     return patch.object(Trajectory, "leap", wrong)
 
 
-def build(folder, kind=HybridTrainer, samples=400, dies_at=None, lora=False, iterable=False, corrects=False, **options):
+def build(folder, kind=HybridTrainer, samples=400, dies_at=None, lora=False, iterable=False, **options):
     torch.manual_seed(0)
     model = tiny_model(attention_dropout=0.1 if "save_steps" in options else 0.0)
-    parts = {"parts": [LeapResiduals(correct_gain=True)]} if corrects else {}
     data = without_length(ByteText(samples)) if iterable else ByteText(samples)
     config = hybrid_config(folder, **{**BASE, **options})
     model = only_adapters(model, 4) if lora else model
-    return kind(model, config, train_dataset=data, callbacks=[Ends(dies_at)], **parts)
+    return kind(model, config, train_dataset=data, callbacks=[Ends(dies_at)])
 
 
 def train(folder: Path, name: str):

@@ -22,8 +22,6 @@ def leap(step: int, verdict: str = "kept", **values) -> dict:
         "loss_after": 2.98,
         "standard_error": 0.005,
         "e": 2.0,
-        "cosine": 0.4,
-        "norm_ratio": 1.2,
         "predicted_decrease": 0.03,
         "forecast_error": 0.01,
         "probe_cost_steps": 1.0,
@@ -46,7 +44,6 @@ def record(leaps: list[dict], steps: dict[str, int]) -> dict:
         "leaps": leaps,
         "divergence_events": [],
         "learning_rate_scales": [],
-        "displacement_residuals": {"model.norm.weight": {"leaps": 3, "cosine": 0.5, "norm_ratio": 1.1}},
     }
 
 
@@ -95,8 +92,8 @@ def hybrid_run(folder: Path, *, steps: int = 100, finished: bool = True, leaps: 
         at = folder / f"checkpoint-{checkpoint}"
         seen = [entry for entry in history if entry["step"] <= checkpoint]
         write(at / "trainer_state.json", {"global_step": checkpoint, "max_steps": 100, "log_history": seen})
-        write(at / "hybrid_state.json", {"schema_version": 5, "options": {"direction": "gradient_memory"}, "parts": {
-            "run": {"record": saved}, "leap_residuals": {"means": saved.get("displacement_residuals")}}})  # fmt: skip
+        options, parts = {"direction": "gradient_memory"}, {"run": {"record": saved}}
+        write(at / "hybrid_state.json", {"schema_version": 5, "options": options, "parts": parts})
     if finished:
         memory = {"held": {"weights": {"device": 0, "host": 4096}, "total": {"device": 0, "host": 4096}}}
         summary = {**saved, "direction": "gradient_memory", "planner": {}, "memory": memory}

@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_hybrid import HybridTrainer
-from hf_hybrid.experimental.residuals import LeapResiduals
 from hf_hybrid.leaps.trajectory import Trajectory
 from hf_hybrid.run.weights import canonical
 from hf_hybrid.saving.manifest import last_checkpoint
@@ -31,14 +30,14 @@ BY_LAUNCHER = "ACCELERATE_USE_FSDP" in os.environ  # a first trainer sets it too
 STEPS = 24
 BATCH = 12
 """Of all processes together, so that runs on one, two and three are the same."""
-BASE = {"max_steps": STEPS, "probe_budget": 0.5, "leap_worth": 1.0, "corrects": True}
+BASE = {"max_steps": STEPS, "probe_budget": 0.5, "leap_worth": 1.0}
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "architectures": None}
 SHORT = {"max_steps": 18}
 """Two leaps and more."""
 MUON = {"optim": "muon", "in_fp32": True, "direction": "auto"}
 NO_LEAPS = {"max_steps": 8}
 """Muon and the rate of adapters make none, and all their steps are alike."""
-HARMFUL = {"direction": "gradient_memory", "leap_worth": 0.5, "corrects": False}
+HARMFUL = {"direction": "gradient_memory", "leap_worth": 0.5}
 RUNS = {
     "base": {**SHORT},
     "accumulated": {**SHORT, "gradient_accumulation_steps": 2, "fsdp_config": {"activation_checkpointing": True}},
@@ -138,10 +137,9 @@ def train(folder: Path, name: str, resume: Path | None = None) -> HybridTrainer:
         resume = last_checkpoint(resume)
     batch = BATCH // processes // options.get("gradient_accumulation_steps", 1)
     place = folder / str(processes) / name
-    parts = [LeapResiduals(correct_gain=True)] if options.pop("corrects") else []
     config = hybrid_config(place, per_device_train_batch_size=batch, **options, **sharding)
     kind = HybridTrainer if poisoned_at is None else launched.PoisonedTrainer
-    trainer = kind(model, config, train_dataset=data, callbacks=[ends], parts=parts)
+    trainer = kind(model, config, train_dataset=data, callbacks=[ends])
     trainer.poisoned_at = poisoned_at
     trainer.probe_sequences = BATCH  # with fewer, each process would take the first of its own batch
     with (

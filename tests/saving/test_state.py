@@ -439,7 +439,7 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
     shutil.copytree(uninterrupted[0] / "checkpoint-40", folder)
     for name in ("rng_state.pth", "hybrid_manifest.json"):
         (folder / name).unlink()
-    changed = {"planner": "bandit", "direction": "gradient_memory", "auto_lr": "off", "max_grad_norm": 0.5}
+    changed = {"planner": "dynamics", "direction": "gradient_memory", "auto_lr": "off", "max_grad_norm": 0.5}
     trainer = build(tmp_path, save_strategy="no", learning_rate=1e-3, ignore_data_skip=True, **changed)
     trainer.train(resume_from_checkpoint=str(folder))
     report, warnings = trainer.hybrid_summary()["resumed"], ours(caplog, logging.WARNING)
@@ -447,7 +447,7 @@ def test_what_is_not_restored_is_told(uninterrupted, tmp_path, caplog):
     assert all(warning in table or warning in warnings for warning in report["warnings"])
     for part in (
         "`learning_rate=0.001` is not taken up: optimizer and schedule go on with the checkpoint's `0.0005`",
-        "What the planner has learned is not restored: it was `schedule` and is `bandit`",
+        "What the planner has learned is not restored: it was `schedule` and is `dynamics`",
         "The memories of the direction are not restored: it was `orthogonal` and is `gradient_memory`",
         "The place in the data is not restored (`ignore_data_skip=True`)",
         "Automatic learning rate was on and is off: the scale begins at 1.",
@@ -473,6 +473,27 @@ def test_a_checkpoint_that_says_less_resumes(uninterrupted, tmp_path, caplog):
     trainer = build(tmp_path, save_strategy="no")
     trainer.train(resume_from_checkpoint=str(folder))
     assert len(ours(caplog, logging.WARNING)) == 1  # that there is no manifest
+    assert_same_weights(weights(trainer.model), uninterrupted[1])
+
+
+def test_what_parts_that_are_gone_left_in_a_checkpoint_is_passed_over(uninterrupted, tmp_path, caplog):
+    """A planner that is no longer offered, a part that followed leaps, and what that measured of each."""
+    folder = tmp_path / "checkpoint-40"
+    shutil.copytree(uninterrupted[0] / "checkpoint-40", folder)
+    values = json.loads((folder / "hybrid_state.json").read_text())
+    values["options"]["planner"] = "bandit"
+    parts = values["parts"]
+    parts["leaps"]["gains"] = {"arm": 2, "last_loss": 3.0, "usual": 0.1, "spread": 0.1}
+    parts["planner_observer"] = {"linearity": 0.5, "steps_since_leap": 3}
+    parts["leap_residuals"] = {"gradient_steps": 1, "leap_rate": 0.1, "slopes_before": None, "slopes": {}, "means": {}}
+    for leap in parts["run"]["record"]["leaps"]:
+        leap.update(cosine=0.4, norm_ratio=1.2, rate=0.003)
+    assert parts["run"]["record"]["leaps"]
+    (folder / "hybrid_state.json").write_text(json.dumps(values))
+    (folder / "hybrid_manifest.json").unlink()
+    trainer = build(tmp_path, save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert any("it was `bandit` and is `schedule`" in message for message in ours(caplog, logging.WARNING))
     assert_same_weights(weights(trainer.model), uninterrupted[1])
 
 
