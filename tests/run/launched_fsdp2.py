@@ -94,7 +94,7 @@ for step in DEATHS:
 
 
 def hurting(at: int):
-    """Context in which the first leap from this step on goes uphill, three times as far as the weights are large."""
+    """Context in which the first leap from this step on goes uphill, ten times as far as the weights are large."""
     leap, made = Trajectory.leap, []
 
     def wrong(trajectory, gain):
@@ -102,7 +102,7 @@ def hurting(at: int):
             made.append(trajectory.open.step)
         if made != [trajectory.open.step]:
             return leap(trajectory, gain)
-        trajectory.max_relative_norm, trajectory.direction.most_per_step = 3.0, math.inf
+        trajectory.max_relative_norm, trajectory.direction.most_per_step = 10.0, math.inf
         return leap(trajectory, -1000.0)
 
     return patch.object(Trajectory, "leap", wrong)
