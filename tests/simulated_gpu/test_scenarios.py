@@ -333,8 +333,8 @@ def test_a_window_of_grpo_that_does_not_fit_is_computed_again(results):
 
 @pytest.mark.slow
 @needs("gkd_chunks")
-def test_a_plan_counts_all_tokens_of_a_distance_in_chunks(results):
-    """The labels, which a plan does not know, leave out those of prompts."""
+def test_a_plan_counts_what_chunks_leave_at_the_update_too(results):
+    """It counts what a trace has outside of layers in each micro-batch as there at all times; the peak is an update."""
     held, planned = results.of("gkd_chunks")["facts"]["peak"]
     assert 0.9 * planned < held < planned
 
