@@ -184,7 +184,11 @@ def sampled(trainer: PlannedTrainer) -> tuple[int, SomeImages | None]:
     """
     data: Any = trainer.train_dataset
     try:
-        longest = max(map(_tokens, _spread(data, SAMPLED_LENGTHS)))
+        rows = list(_spread(data, SAMPLED_LENGTHS))
+        if tokens_of := getattr(getattr(trainer, "rows", None), "tokens_of", None):  # rows are prompts
+            most = vars(trainer.args)["max_completion_length"]
+            return max(map(len, tokens_of([row["prompt"] for row in rows]))) + most, None
+        longest = max(map(_tokens, rows))
         return min(longest, getattr(trainer.args, "max_length", None) or longest), None
     except (TypeError, KeyError, IndexError, ValueError):
         most = getattr(getattr(trainer.model, "config", None), "max_position_embeddings", None)

@@ -671,9 +671,11 @@ class LayerStreamer:
         coming = [unit.storage.packed for unit in self.travelling[held:] if unit.storage.packed is not None]
         if len(coming) <= self.ahead + 1:
             return 0, 0.0
+        slots = self._pools[0]
+        slot = next((slot for slot in slots.slots if slot not in slots.held.values()), None)  # as when a run begins
         for _ in range(2):  # the first one warms up
             begun = time.perf_counter()
-            self.transfers.fetch(coming[0]).take()
+            self.transfers.fetch(coming[0]).take() if slot is None else self.transfers.load(slot, coming[0])
             self.transfers.finish()
             seconds = time.perf_counter() - begun
         total = sum(packed.numel() for packed in coming)

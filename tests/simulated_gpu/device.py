@@ -1030,6 +1030,8 @@ def install() -> None:
             base, _, overload = name.partition(".")
             op = getattr(getattr(aten, base), overload or "default")
             some.impl(name, functools.partial(lambda op, *args, **kwargs: _below_cpu(op, args, kwargs), op), "CUDA")
+        # Beside its kernels this has a formula of many operations, which a device without a kernel would compute.
+        some.impl("silu_backward", functools.partial(_run_on_cpu, aten.silu_backward.default), "CUDA")
         _kept.extend((everything, some))
         if torch.ones(2, device="cuda").add(1).cpu().tolist() != [2.0, 2.0]:
             raise RuntimeError("a sum came out wrong")

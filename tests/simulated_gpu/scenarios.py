@@ -1533,9 +1533,12 @@ def three_turns(prompts, trainer):
     return {"prompt_ids": first, "completion_ids": completions, "logprobs": None}
 
 
-def grpo(place: Place, ends: int = 60, beginning: str = "", made=None, talk=None, **options) -> dict[str, Tensor]:
+def grpo(
+    place: Place, ends: int = 60, beginning: str = "", made=None, talk=None, prompts=None, **options
+) -> dict[str, Tensor]:
     """TRL's GRPO: rows without advantage are left out, and two completions share a prompt in the update."""
     import datasets
+    from trl.trainer import utils
 
     from hf_hybrid import HybridGRPOConfig, HybridGRPOTrainer
 
@@ -1543,18 +1546,19 @@ def grpo(place: Place, ends: int = 60, beginning: str = "", made=None, talk=None
         easy = ["Say 0" in prompt for prompt in prompts]
         return [1.0 if e else sum(map(ord, text)) % 7 / 7 for e, text in zip(easy, completions)]
 
-    prompts = [{"prompt": f"{beginning}Say {n % 4}: {'and again ' * (n % 3)}"} for n in range(32)]
+    prompts = prompts or [f"{beginning}Say {n % 4}: {'and again ' * (n % 3)}" for n in range(32)]
     options = {
         "bf16": False, "num_generations": 2, "max_completion_length": 6, "disable_dropout": True,
         "generation_kwargs": {"eos_token_id": list(range(1, ends)), "use_cache": True}, **options,
     }  # fmt: skip
     trainer = HybridGRPOTrainer(
         made or model(vocab_size=320), reward, place.config(HybridGRPOConfig, **options),
-        train_dataset=datasets.Dataset.from_list(prompts), processing_class=tokenizer(), rollout_func=talk,
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}), processing_class=tokenizer(), rollout_func=talk,
     )  # fmt: skip
-    with place.counted(trainer), _drawn_on_host(place):
-        trainer.train()
+    with place.counted(trainer), _drawn_on_host(place), patched(vars(utils), "_CHUNKED_LOGPROB_CHUNK_SIZE", 64):
+        peak_of(place, trainer, trainer.train)
     place.facts |= told_by(trainer)
+    place.facts["actions"] = [event["action"] for event in trainer.hybrid_summary()["out_of_memory"]]
     place.facts["rollouts"] = {key: trainer.hybrid_summary()[key] for key in ROLLOUTS}
     place.facts["replays"] = RecordedGraph.replays
     return weights_of(trainer)
@@ -1600,6 +1604,44 @@ SCENARIOS["grpo_streamed"] = Scenario(
     lambda place: grpo(place, **(STREAM if place.on_device else {"rollouts": "off"})), tolerance=1e-5, keeps_model=True
 )
 """Completions are those of `generate`: a layer comes in for each token of all rows. TRL keeps the last ones."""
+
+
+def grpo_peak(
+    place: Place, *, lora: bool = False, width: int = 256, runs_out: bool = False, **options
+) -> dict[str, Tensor]:
+    """All rows of a streamed update are as long as planned, and all have an advantage."""
+    made = model(layers=4, width=width, vocab_size=320)
+    made.config._name_or_path = str(place.folder / "reference")
+    made.save_pretrained(made.config._name_or_path)  # TRL reads a reference from there
+    options = {"max_completion_length": 24, "share_rows": "off", **options}
+    options["generation_kwargs"] = {"min_new_tokens": options["max_completion_length"], "use_cache": True}
+    options |= STREAM if place.on_device else {"rollouts": "off"}
+    prompts = [f"Say {n}." for n in range(1, 10)]
+    if runs_out and place.on_device:
+        place.simulator.fault = once_in_backward()
+    return grpo(place, made=adapted(made) if lora else made, prompts=prompts, **options)
+
+
+def once_in_backward() -> Callable[[int], bool]:
+    """A fault of the first allocation of autograd while a window is computed."""
+    fired = []
+
+    def fault(size: int) -> bool:
+        frames = () if fired else traceback.walk_stack(None)
+        now = any(frame.f_code.co_name == "_differentiate" for frame, _ in frames)
+        fired.extend([now] * now)
+        return now
+
+    return fault
+
+
+GRPO_PEAK = {"tolerance": 1e-5, "keeps_model": True, "stops": 9}
+SCENARIOS["grpo_peak"] = Scenario(grpo_peak, **GRPO_PEAK)
+SCENARIOS["grpo_again"] = Scenario(partial(grpo_peak, runs_out=True, width=64), **GRPO_PEAK, simulated_only=True)
+"""In each step memory runs out in the backward pass, and the window is computed again with the same completions."""
+SCENARIOS["grpo_peak_reference"] = Scenario(partial(grpo_peak, beta=0.1), **GRPO_PEAK)
+SCENARIOS["grpo_peak_lora"] = Scenario(partial(grpo_peak, lora=True), **GRPO_PEAK)
+SCENARIOS["grpo_peak_lora_reference"] = Scenario(partial(grpo_peak, lora=True, beta=0.1), **GRPO_PEAK)
 SCENARIOS["grpo_rewards_first"] = Scenario(partial(grpo, steps_per_generation=4), **{**ROLLED, "stops": 5})
 """Log-probabilities are computed in micro-batches, each of which is copied to the host."""
 
@@ -1766,7 +1808,8 @@ SLOW = (
     "dpo_streamed_lora", "dpo_streamed_precomputed", "dropout", "eight_bit", "eight_bit_bf16",
     "eight_bit_by_micro_batch", "eight_bit_more", "ends_streamed", "ends_streamed_tied", "failed_evaluation",
     "fast_streamed", "fetched_far_ahead", "gkd_streamed", "gradients_looked_at", "graphs_by_micro_batch",
-    "graphs_eight_bit_bf16", "graphs_in_backward", "graphs_lora_int8", "grpo_long", "grpo_more", "grpo_rewards_first",
+    "graphs_eight_bit_bf16", "graphs_in_backward", "graphs_lora_int8", "grpo_again", "grpo_long", "grpo_more",
+    "grpo_peak", "grpo_peak_lora_reference", "grpo_peak_reference", "grpo_rewards_first",
     "in_backward_alone", "in_backward_by_micro_batch", "in_backward_eight_bit", "in_backward_far_ahead",
     "int8_probes_registered", "interrupted_after_predict", "kto_streamed", "leaps_and_saves", "leaps_bf16",
     "leaps_by_micro_batch", "leaps_deeper", "leaps_eight_bit", "leaps_ends_streamed", "leaps_gradient_memory",
