@@ -290,6 +290,8 @@ class StreamedStep:
         near = min(len(shape.layers), 2) if setup.offload_activations else len(shape.layers)
         self.boundaries = near * active.boundary * setup.micro_batches_in_flight
         self.parked_locked = waiting * self.per.locked(active.output)
+        # Passes beside micro-batches wait in the forward pass with what a layer returned.
+        self.waiting = setup.beside * setup.micro_batches_in_flight * active.output
         # Gradients of embeddings or head add up over the micro-batches of a pass; each is there beside the sum.
         self.passes = setup.gradient_accumulation_steps // setup.micro_batches_in_flight
         self.gradients_of_an_end = max(self.per.leaving(end, setup.gradient_accumulation_steps) for end in self.ends)
@@ -341,12 +343,12 @@ class StreamedStep:
         # When the last layers are updated, all boundaries are there, and what still left at the first one has left.
         leaving = max(self.still_leaving() - self.boundaries, 0)
         gradients = leaving + self.gradients_of_a_layer * self.in_backward
-        return {"gradients": gradients, "buffers": self.ring + scratch * bool(self.ring)}
+        return {"activations": self.waiting, "gradients": gradients, "buffers": self.ring + scratch * bool(self.ring)}
 
     def loss(self) -> DeviceBytes:
         """Head and loss compute: logits and their copies, and the gradient of the head, which leaves."""
         moment = {
-            "activations": self.active.loss + self.graphs,
+            "activations": self.active.loss + self.graphs + self.waiting,
             "gradients": self.gradients_of_an_end + self.still_leaving(),
         }
         if not self.stream_embeddings:  # autocast's cast of the head; one that travels comes rounded

