@@ -41,7 +41,7 @@ from hf_hybrid.config import was_given
 from hf_hybrid.leaps.probe import Losses
 from hf_hybrid.machine import is_out_of_memory
 from hf_hybrid.optimizers import inner_optimizer, optimizer_name, steps_in_backward
-from hf_hybrid.part import Part, Step
+from hf_hybrid.part import Part, Phase, Step
 from hf_hybrid.run.run import RandomStates, Run
 from hf_hybrid.run.trainer_view import LossView
 from hf_hybrid.saving.manifest import last_checkpoint
@@ -517,7 +517,10 @@ class OutOfMemoryRecovery(Part):
     def _checkpoint_activations(self) -> None:
         from hf_hybrid.phase_memory.activations import ActivationCheckpointing
 
-        if not any(isinstance(part, ActivationCheckpointing) for part in self.trainer.parts):
+        own = [part for part in self.trainer.parts if isinstance(part, ActivationCheckpointing)]
+        if own:  # it switches by phase already: from now on in every one
+            own[0].phases = frozenset(phase for phase in Phase if phase is not Phase.PREDICT)
+        else:
             self._checkpointing = ActivationCheckpointing()
             model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
             self._checkpointing.begin(Run(model=model, optimizer=optimizer, max_steps=self.trainer.state.max_steps))
