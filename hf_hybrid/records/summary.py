@@ -106,6 +106,7 @@ class HybridSummary(dict):
         "rows": ("rows skipped", "backward passes avoided exactly", "log probs skipped"),
         "rows decoded": ("rows decoded saved", "prompt tokens computed", "prompt tokens shared"),
         "turns": ("tool calls", "tool errors"),
+        "images": ("images shared",),
     }
     """What was computed, and what of it was not computed again or not at all."""
     _REASONS = {"rows were padded": "plain_rows_because", "completions were left to TRL": "plain_rollouts_because"}

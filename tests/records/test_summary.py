@@ -37,6 +37,12 @@ def test_summary_is_a_dictionary_that_shows_itself():
     assert page.open == [] and "script" not in page.tags and NASTY in page.text and "200 (150 kept" in page.text
 
 
+def test_images_and_turns_have_rows():
+    values = {"images": 96, "images_shared": 72, "turns": 24, "tool_calls": 14, "tool_errors": 2}
+    rows = [("turns", "24"), ("tool calls", "14"), ("tool errors", "2"), ("images", "96"), ("images shared", "72")]
+    assert HybridSummary(values).savings_rows() == rows
+
+
 def test_savings_that_did_not_work_have_a_row():
     assert "did not work" not in str(HybridSummary(failed_savings=[]))
     summary = HybridSummary(failed_savings=["no tree (KeyError: 1)", NASTY])
