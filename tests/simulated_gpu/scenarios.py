@@ -1805,7 +1805,7 @@ SLOW = (
     "a_layer_left_out", "a_step_of_the_user", "activations_offloaded", "activations_offloaded_with_leaps",
     "all_resident", "bf16_by_micro_batch", "bf16_copies", "bf16_no_accumulation", "bf16_of_a_device_model",
     "by_layer_more", "by_micro_batch_more", "checkpointed", "chunked_loss", "dpo", "dpo_streamed_by_micro_batch",
-    "dpo_streamed_lora", "dpo_streamed_precomputed", "dropout", "eight_bit", "eight_bit_bf16",
+    "dpo_streamed_precomputed", "dropout", "eight_bit", "eight_bit_bf16",
     "eight_bit_by_micro_batch", "eight_bit_more", "ends_streamed", "ends_streamed_tied", "failed_evaluation",
     "fast_streamed", "fetched_far_ahead", "gkd_streamed", "gradients_looked_at", "graphs_by_micro_batch",
     "graphs_eight_bit_bf16", "graphs_in_backward", "graphs_lora_int8", "grpo_again", "grpo_long", "grpo_more",

@@ -389,7 +389,7 @@ def test_turns_are_one_row(tmp_path, monkeypatch, caplog):
     (said,) = (record.args for record in caplog.records if "Between turns" in record.msg)
     config = trainer.model.config
     of_a_token = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    assert said == (16 * 90 * of_a_token / 2**30, 16, 90)
+    assert said == (16 * 90 * of_a_token / 2**30, 90)
     prompts = sum(batch["prompt_mask"].sum().item() for batch in trainer.generated)
     assert found["bytes_between_turns"] <= (16 * 90 + prompts) * of_a_token
 
