@@ -182,7 +182,7 @@ def results_() -> str:
             "an image once in a window, and what follows it as text",
             f"{times(images['sft'], 2)} (4 questions an image), {times(images['dpo'], 2)} (a pair), "
             f"{times(images['grpo'], 2)} (GRPO's update, 8 completions), {times(images['grpo small'], 2)} (in 4 "
-            f"micro-batches, one round) and {times(images['prefill'], 2)} times (their prefill) fewer CPU seconds "
+            f"micro-batches) and {times(images['prefill'], 2)} times (their prefill) fewer CPU seconds "
             f"than TRL; images that no rows share: {times(images['sft apart'], 2)}",
             "as SFT; the pixels of a batch are hashed on the host",
             "a Qwen2-VL of 96M random weights, 256 tokens an image, medians of three rounds of a step, one "
