@@ -82,7 +82,8 @@ QUICK = [
 @pytest.mark.parametrize("name, kind, case", mostly_slow(OF_KINDS, QUICK))
 def test_micro_batches_encode_a_picture_once_between_them(name, kind, case, tmp_path):
     run = trained(name, kind, tmp_path, max_steps=8, **CASES[case])
-    assert_same(run, half=case == "bf16")
+    # In bf16 margins are near zero, and a completion that is drawn otherwise has another reward.
+    assert_same(run, half=case == "bf16", logs=case != "bf16")
     # All passes read what an encoder finds that no trained weight can change, but that which begins completions.
     times = run.ours.always * ((kind in ("grpo", "rloo")) + (case == "frozen encoder" and kind in ("kto", "rloo")))
     assert_once(run, least=1.5 if times else 2.0, times=1 + times)
