@@ -218,7 +218,7 @@ def estimated_activations(shape: ModelShape, setup: Setup) -> Activations:
     rows = min(setup.tokens, CHUNK_TOKENS) if setup.chunked_loss else setup.tokens
     logits = rows * shape.vocab * 4 * (CHUNK_LOGIT_COPIES if setup.chunked_loss else LOGIT_COPIES)
     layer = RECOMPUTED_LAYER * SAVED_BY_A_LAYER * boundary
-    return Activations(0, boundary, boundary, math.ceil(layer), math.ceil(logits))
+    return Activations(0, 0, boundary, boundary, math.ceil(layer), math.ceil(logits))
 
 
 def untraced_table(shape: ModelShape, setup: Setup, active: Activations, parked: float) -> ByteTable:
@@ -364,4 +364,6 @@ class StreamedStep:
         beside = self.still_leaving() if self.per.on_gpu else self.gradients_of_an_end
         gradients = self.gradients_of_a_layer + beside
         buffers = self.casts + self.ring * self.in_backward
-        return {"activations": self.active.layer + self.graphs_but_one, "gradients": gradients, "buffers": buffers}
+        behind = self.active.behind * self.setup.micro_batches_in_flight
+        activations = self.active.layer + behind + self.graphs_but_one
+        return {"activations": activations, "gradients": gradients, "buffers": buffers}

@@ -601,6 +601,7 @@ class Activations(NamedTuple):
     """Bytes of activations of one micro-batch through checkpointed layers: what streaming needs to know of a step."""
 
     always: int  # through forward and backward, outside the layers: inputs, the embeddings' output, masks
+    behind: int  # beside these from the loss on: gradients of what is computed in chunks
     boundary: int  # of one layer on average, from its forward to its backward; the last keeps nothing
     output: int  # of one layer: what waits on the host as a whole
     layer: int  # while one layer is recomputed and computes its gradients
@@ -619,7 +620,8 @@ def activations(trace: StepTrace, stands_for: Sequence[int]) -> Activations:
         elif moment.where == trace.layers and moment.stage != "update":
             loss = max(loss, held - forward_end)
     boundary = math.ceil(sum(kept[layer] for layer in stands_for) / len(stands_for))
-    return Activations(always=kept[-1], boundary=boundary, output=max(kept[:-1], default=0), layer=layer, loss=loss)
+    always = min(_of(trace.after_forward, trace.layers)[_ACTIVATIONS], kept[-1])
+    return Activations(always, kept[-1] - always, boundary, max(kept[:-1], default=0), layer, loss)
 
 
 def graph(trace: StepTrace, stands_for: Sequence[int]) -> int:

@@ -301,14 +301,14 @@ def test_what_a_plan_counts_of_pictures_is_there(name, results):
     assert held == pytest.approx(planned, rel=0.05)
 
 
-OF_TRL = ["gkd_streamed", "kto_streamed", "orpo_streamed", "reward_streamed"]
+OF_TRL = ["gkd_chunks", "gkd_streamed", "kto_streamed", "orpo_streamed", "reward_streamed"]
 
 
 @pytest.mark.parametrize("name", marked(["dpo_streamed", "dpo_streamed_lora", "teachers_1", "teachers_4", *OF_TRL]))
 def test_what_a_plan_counts_of_evaluated_models_is_there(name, results):
     held, planned = results.of(name)["facts"]["peak"]
     # Of passes beside micro-batches a plan counts hidden states, not masks and rotations: KTO has three of them.
-    assert held == pytest.approx(planned, rel=0.06 if name in ("teachers_1", "kto_streamed") else 0.05)
+    assert held == pytest.approx(planned, rel=0.05)
 
 
 @pytest.mark.parametrize("name", marked(["grpo_peak_lora", "grpo_peak_lora_reference", "grpo_peak_reference"]))
@@ -330,14 +330,6 @@ def test_grpo_without_reference_holds_less_than_planned(results):
 def test_a_window_of_grpo_that_does_not_fit_is_computed_again(results):
     """With the completions that are there; the weights are compared with those of a CPU that had the memory."""
     assert results.of("grpo_again")["facts"]["actions"] == ["split micro-batches"]
-
-
-@pytest.mark.slow
-@needs("gkd_chunks")
-def test_a_plan_counts_what_chunks_leave_at_the_update_too(results):
-    """It counts what a trace has outside of layers in each micro-batch as there at all times; the peak is an update."""
-    held, planned = results.of("gkd_chunks")["facts"]["peak"]
-    assert 0.9 * planned < held < planned
 
 
 @needs("teachers_1", "teachers_4")
