@@ -39,6 +39,7 @@ trust.py says how far a leap goes.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ from hf_hybrid.leaps.trust import GainPlanner, Trust
 from hf_hybrid.part import NORMAL, Action, Leap, Level, Part, Phase, Step, Verdict
 from hf_hybrid.run.monitor import FORECAST_WINDOW, MIN_FORECAST, DivergenceMonitor, robust_trend
 from hf_hybrid.run.run import Run
+
+logger = logging.getLogger(__name__)
 
 # The phases.
 
@@ -178,6 +181,8 @@ class Leaps(Part):
     credit: float = 0.0
     leap_cost: float | None = None
     """Cost of a leap in real steps; `None` before the first step."""
+    _waits: bool = False
+    """Whether the log has that the direction was not ready for a leap that was due."""
 
     name = "leaps"
     MARGIN, Z = 1.0, 2.0
@@ -240,7 +245,13 @@ class Leaps(Part):
     def _gain(self, leap: Leap) -> float:
         """Return the gain that is wanted, or 0 if no leap can be made."""
         trajectory, lengths = self.trajectory, self.controller.lengths
-        if not trajectory.direction.ready or trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
+        if not trajectory.direction.ready:
+            if not self._waits:
+                why = "the optimizer's states do not tell the direction how"
+                logger.warning("No leap is made at step %d: %s.", leap.step, why)
+            self._waits = True
+            return 0.0
+        if trajectory.clock.lr_sum <= 0 or leap.step + 1 >= self.max_steps:
             return 0.0
         trajectory.clock.progress = leap.step / self.max_steps
         # A block that grew long during a back-off must not become one long leap.

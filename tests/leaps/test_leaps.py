@@ -57,6 +57,15 @@ def test_every_leap_tells_what_it_was_and_what_became_of_it(tmp_path):
     assert sum(leap["probe_cost_steps"] for leap in leaps) == pytest.approx(summary["probe_cost_steps"])
 
 
+def test_a_direction_that_is_never_ready_makes_no_leap_and_is_named_once(tmp_path, caplog):
+    class Never(Orthogonal):
+        ready = False
+
+    trainer = train(tmp_path, direction=Never)
+    assert trainer.hybrid_summary()["leaps_made"] == 0
+    assert len([text for text in caplog.messages if "do not tell the direction how" in text]) == 1
+
+
 def test_a_probed_leap_is_worth_its_fall_of_the_held_out_loss(tmp_path):
     leaps = train(tmp_path, max_steps=40, probe_budget=1.0).hybrid_summary()["leaps"]
     by_probe = [leap for leap in leaps if leap["e"] is not None]
